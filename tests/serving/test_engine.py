@@ -261,3 +261,14 @@ def test_stop_string_cuts_text_and_tokens(engines) -> None:
     assert text == free.text[: free.text.index(stop)]
     assert [token.token_id for token in tokens] == list(free.token_ids[: len(tokens)])
     assert run.tokenizer.decode([token.token_id for token in tokens]) == text
+
+
+def test_position_keys_of_earlier_weights_are_not_used(tmp_path: Path) -> None:
+    """The server computes them once for all memories, and its checksum of the weights is that of then."""
+    served = ServedModel.create("model", make_run(tmp_path / "run"))
+    served.generation_memory(7, num_tokens=3)
+    with torch.no_grad():
+        served.run.model.layers[0].attention.r_proj.weight.add_(1)
+    for make in (served.generation_memory, served.scoring_memory):
+        with pytest.raises(UserError, match="the weights of model changed since it is served; serve it again"):
+            make(7, num_tokens=3)

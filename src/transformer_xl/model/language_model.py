@@ -31,6 +31,7 @@ from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
+from transformer_xl.model.weights_version import WeightsVersion
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 
@@ -58,6 +59,16 @@ class LanguageModel(nn.Module, ABC):
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
         self.dropout = FastDropout(config.dropout)
+        self._weights_version = WeightsVersion()
+
+    @property
+    def weights_version(self) -> int | None:
+        """A number that changes when the weights change; None where torch compiles the model, which cannot see it."""
+        return None if torch.compiler.is_compiling() else self._weights_version.of(self)
+
+    def adopt_weights_version(self, other: LanguageModel) -> None:
+        """Continue the memories of another model, whose weights this one has."""
+        self._weights_version.set(self, other._weights_version.of(other))
 
     def init_weights(self) -> None:
         """Draw initial weights as in the authors' code: normal with standard deviation 0.02.
@@ -90,7 +101,8 @@ class LanguageModel(nn.Module, ABC):
         """Return an empty memory of the fastest kind for inference: a KV cache if the model supports one.
 
         Hidden states are the same as with `initial_memory`. A KV cache cannot be used where gradients are computed, and
-        only with the weights, device and dtype that filled it. Arguments and errors are those of `initial_memory`.
+        only with the weights, device and dtype that filled it: when the weights change, or another adapter is active,
+        the model refuses it. Arguments and errors are those of `initial_memory`.
         """
         return self.initial_memory(batch_size, context_limits)
 
@@ -141,7 +153,8 @@ class LanguageModel(nn.Module, ABC):
 
         Raises:
             UserError: not exactly one of tokens and inputs is passed, a token id is outside the vocabulary (of ids on
-                a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size or model.
+                a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size, model or
+                weights.
         """
         states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
         return states_BTD[-1], memory
@@ -261,6 +274,21 @@ class LanguageModel(nn.Module, ABC):
                     f"{what}; take the run that it was made from"
                 )
 
+    def check_no_adapter(self, what: str) -> None:
+        """Check that the model has no adapter beside its weights.
+
+        Args:
+            what: what cannot be done with one, such as "saved".
+
+        Raises:
+            UserError: it has one, of `load_adapter`.
+        """
+        if any(".lora_" in name for name, _ in self.named_parameters()):
+            raise UserError(
+                f"a model with an adapter beside its weights cannot be {what}; load(PATH) of the adapter's folder "
+                "merges it"
+            )
+
     def check_limits(self, context_limits: ContextLimits | None) -> ContextLimits:
         """Return the limits, or the model's `context_limits` if they are None.
 
@@ -311,7 +339,8 @@ class LanguageModel(nn.Module, ABC):
         """Return the memory, or an empty one if it is None.
 
         Raises:
-            UserError: the memory or the lengths are of another batch size, or the memory is of another model.
+            UserError: the memory or the lengths are of another batch size, or the memory is of another model or of
+                other weights.
         """
         batch_size = len(x_BTD)
         check_type(lengths_B, (Tensor, type(None)), "lengths_B", "give a tensor with the length of each batch row")
@@ -335,6 +364,11 @@ class LanguageModel(nn.Module, ABC):
             or num_recent != self.config.max_ngram - 1
         ):
             raise UserError("this memory was made by another model; start with initial_memory")
+        if memory.weights_version is not None and self.weights_version not in (None, memory.weights_version):
+            raise UserError(
+                "this memory holds keys and values of other weights than the model has now; begin with a new "
+                "inference_memory, or use initial_memory where weights change"
+            )
         return memory
 
     def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:

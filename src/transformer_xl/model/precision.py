@@ -8,16 +8,21 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-AnyModel = TypeVar("AnyModel", bound=nn.Module)
+from transformer_xl.model.language_model import LanguageModel
+
+AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 
 
 def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     """Return a copy of a model with the matrices of its linear layers in `dtype`, for inference under autocast to it.
 
     Autocast converts weights each time they are used, which for a few tokens takes longer than the products. Here they
-    are converted once, with the same results. The copy shares all other parameters with the model, which is unchanged.
+    are converted once, with the same results. The copy shares all other parameters with the model, which is unchanged,
+    and continues its memories. After a change of the weights, make another copy.
     """
     matrices = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     shared = {id(parameter): parameter for parameter in model.parameters()}
     converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
-    return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies
+    result = copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies
+    result.adopt_weights_version(model)
+    return result

@@ -93,8 +93,14 @@ class TransformerXL(LanguageModel):
         shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
         zeros_BNMH = self.content_bias.new_zeros(()).expand(shape)
         caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attend_empty_memory) for _ in self.layers]
-        num_recent = config.max_ngram - 1
-        return KeyValueMemory.empty(caches, batch_size, limits, zeros_BNMH.device, num_recent=num_recent)
+        return KeyValueMemory.empty(
+            caches,
+            batch_size,
+            limits,
+            zeros_BNMH.device,
+            num_recent=config.max_ngram - 1,
+            weights_version=self.weights_version,
+        )
 
     @override
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:

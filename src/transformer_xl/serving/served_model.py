@@ -48,6 +48,7 @@ class ServedModel:
     weights_sha256: str
     """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
     _position_keys: list[Any] = field(default_factory=list)  # of each layer
+    _weights_version: int | None = None  # of the weights that these were computed with
     _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
 
     @staticmethod
@@ -225,11 +226,14 @@ class ServedModel:
             return
         with self.computing():
             _, memory = self.model(torch.zeros(1, READING_SLICE, dtype=torch.int64), memory)
+        self._weights_version = memory.weights_version
         self._position_keys = [cache.position_keys for cache in memory.layers if isinstance(cache, KeyValueCache)]
 
     def _with_positions(self, memory: Memory) -> Memory:
         if not self._position_keys:
             return memory
+        if memory.weights_version != self._weights_version:
+            raise UserError(f"the weights of {self.name} changed since it is served; serve it again")
         layers: list[KeyValueCache] = []
         for cache, keys in zip(memory.layers, self._position_keys, strict=True):
             assert isinstance(cache, KeyValueCache)
