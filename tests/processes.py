@@ -33,6 +33,7 @@ from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, process_group
+from transformer_xl.training.finetune import finetune
 from transformer_xl.training.step import ModelWithLoss
 from transformer_xl.training.train import resume, train
 from transformer_xl.training.trainer import Trainer
@@ -209,6 +210,18 @@ def resume_job(path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     with process_group(lambda: torch.device("cpu")) as world:
         resume_with_three(path, world)
+
+
+def adapter_job(path: Path, parallelism: str) -> None:
+    """Train an adapter of the run `base` on the corpus `new`, in a folder with the name of the parallelism.
+
+    A sharded one (fsdp) is stopped at STOP_STEP.
+    """
+    torch.set_default_dtype(torch.float64)
+    train = {"max_steps": 9, "warmup_steps": 2, "eval_interval": 3, "parallelism": parallelism, "weight_average": "ema"}
+    callbacks = [StopAt(STOP_STEP)] if parallelism == "fsdp" else []
+    options = {"lora_rank": 3, "train": train, "callbacks": callbacks, "device": "cpu", "progress": False}
+    finetune(path / "base", path / "new", path / parallelism, **options)
 
 
 def command_job(stderr: Path, *arguments: str) -> None:

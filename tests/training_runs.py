@@ -12,6 +12,7 @@ from model_configs import settings_of
 from token_losses import token_nats
 from typing_extensions import override
 
+from transformer_xl import train as train_run
 from transformer_xl.config import ARCHITECTURES, run_settings
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.language_model import LanguageModel
@@ -31,6 +32,10 @@ TRAIN = {
     "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 17, "learning_rate": 0.01,
     "warmup_steps": 5, "dtype": "float32", "log_interval": 1, "eval_interval": 1000, "checkpoint_interval": 1000,
 }  # fmt: skip
+
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
+SHORT = {"max_steps": 6, "warmup_steps": 2, "eval_interval": 3, "checkpoint_interval": 6}
 
 
 def letters(length: int, seed: int) -> bytes:
@@ -131,3 +136,17 @@ def equals_best(folder: RunFolder, file: Path) -> list[bool]:
     best, _ = load_tensors(folder.weights_file("best"))
     other, _ = load_tensors(file)
     return [torch.equal(best[name], other[name]) for name in best]
+
+
+def make_base(folder: Path, **model: Any) -> Path:
+    """Train a run for a few steps on letters, and return its folder."""
+    corpus = make_corpus(folder / "old", letters(127, seed=1), letters(41, seed=2))
+    settings = settings_of(**MODEL | model)
+    has_memory = ARCHITECTURES[settings.get("architecture", "transformer-xl")].has_memory
+    train = {**TRAIN, "max_steps": 5} | ({} if has_memory else {"memory_length": 0})
+    return train_run(None, corpus, folder / "base", model=settings, train=train, **OPTIONS).path
+
+
+def new_corpus(folder: Path) -> Corpus:
+    """Write the corpus that is fine-tuned on: few letters in a fixed order."""
+    return make_corpus(folder / "new", b"abc" * 60, b"cab" * 20)

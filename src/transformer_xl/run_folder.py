@@ -8,6 +8,9 @@ checkpoints/step-N/    a checkpoint, from which training resumes:
   model.safetensors      the last weights
   training/              optimizer, memory, weight average and random state: one file per process
   training.json          the trainer's state, and the checksums of those files
+
+A run that trains an adapter (LoRA) has adapter_model.safetensors in place of each model.safetensors, and
+adapter_config.json for peft; the weights are those of its base, a run whose folder and checksum are in config.yaml.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from transformer_xl.checkpoint_record import (
     ChosenWeights,
     MemoryLengths,
     SavedWeights,
+    file_digest,
 )
 from transformer_xl.config import (
     RunConfig,
@@ -54,8 +58,18 @@ from transformer_xl.files import (
 )
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.lora import (
+    ADAPTER_FILE,
+    PEFT_CONFIG_FILE,
+    add_lora,
+    check_lora,
+    merge_lora,
+    peft_config_text,
+    refuse_pickled_adapter,
+    state_names,
+)
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
-from transformer_xl.tensor_file import DAMAGED, load_tensors, read_metadata, save_tensors
+from transformer_xl.tensor_file import DAMAGED, load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
@@ -111,6 +125,11 @@ class RunFolder:
     config: RunConfig
     tokenizer: Tokenizer
 
+    @property
+    def weights_name(self) -> str:
+        """Name of the files of weights, in the folder and in its checkpoints."""
+        return ADAPTER_FILE if self.config.lora else "model.safetensors"
+
     @staticmethod
     def create(
         path: Path,
@@ -145,6 +164,8 @@ class RunFolder:
             (temporary / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
             (temporary / "checkpoints").mkdir()
+            if config.lora is not None:
+                (temporary / PEFT_CONFIG_FILE).write_text(peft_config_text(config.lora), encoding="utf-8")
             if weights is not None:
                 metadata = {
                     "step": "0",  # no training step of this run
@@ -167,7 +188,10 @@ class RunFolder:
         settings = path / "config.yaml"
         with as_user_error(f"reading {path}"):
             if not settings.is_file():
+                refuse_pickled_adapter(path)
                 problem = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
+                if (path / PEFT_CONFIG_FILE).exists():
+                    problem = "an adapter without the checksum of its base, which only transformers opens"
                 problem = problem if path.exists() else "no such folder"
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
@@ -217,7 +241,7 @@ class RunFolder:
         metadata["tokenizer_sha256"] = fingerprint(self.tokenizer)
         if nats is not None:
             metadata["nats_per_token"] = repr(nats)
-        save_tensors(self.path / "model.safetensors", weights, metadata)
+        save_tensors(self.path / self.weights_name, weights, metadata)
 
     def save_memory_lengths(self, memory_lengths: MemoryLengths) -> None:
         """Add losses at several memory lengths to the best weights, for which they were measured.
@@ -225,7 +249,7 @@ class RunFolder:
         Raises:
             UserError: the file is damaged, or the file system refuses; the file is unchanged.
         """
-        best = self.path / "model.safetensors"
+        best = self.path / self.weights_name
         weights, metadata = load_tensors(best)
         entry = memory_lengths.model_dump_json()
         if metadata.get("memory_lengths") != entry:
@@ -237,7 +261,7 @@ class RunFolder:
         Raises:
             UserError: the file is damaged.
         """
-        best = self.path / "model.safetensors"
+        best = self.path / self.weights_name
         metadata = load_tensors(best)[1] if best.is_file() else {}
         if "nats_per_token" not in metadata:
             return None
@@ -265,7 +289,7 @@ class RunFolder:
         last = self._last_weights(newest)
         if checkpoint == "best" and best is None and CheckpointRecord.read(newest).state.get("best_nats") is not None:
             raise UserError(
-                f"{self.path / 'model.safetensors'}, the best weights, is missing; copy it again, or use the last ones "
+                f"{self.path / self.weights_name}, the best weights, is missing; copy it again, or use the last ones "
                 "with --checkpoint last"
             )
         averaged = self.config.train.weight_average != "none"
@@ -286,9 +310,11 @@ class RunFolder:
         return self.choose_weights(checkpoint).used.file
 
     def _best_weights(self) -> SavedWeights | None:
-        """Describe model.safetensors, or return None if it does not exist."""
-        file = self.path / "model.safetensors"
+        """Describe the file of the best weights, or return None if it does not exist."""
+        file = self.path / self.weights_name
         if not file.exists():
+            if self.config.lora is not None:
+                refuse_pickled_adapter(self.path)
             return None
         metadata = read_metadata(file)
         if "nats_per_token" not in metadata:
@@ -311,7 +337,7 @@ class RunFolder:
         # the loss of a step is that of the weight average, if the run has one, and not that of the last weights
         is_known = is_validated and self.config.train.weight_average == "none"
         nats = state.get("validation_nats") if is_known else None
-        return SavedWeights("last", newest / "model.safetensors", step, nats, is_validated=is_validated)
+        return SavedWeights("last", newest / self.weights_name, step, nats, is_validated=is_validated)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints that training can resume from, oldest first."""
@@ -380,17 +406,17 @@ class RunFolder:
             UserError: a file is missing, damaged or of another model.
         """
         notes = self._verify_config()
-        model = build_checked(self.config)
-        if (best := self.path / "model.safetensors").exists():
+        model = self.build_model()
+        if (best := self.path / self.weights_name).exists():
             load_weights(model, best)
         for checkpoint in self.checkpoints():
-            load_weights(model, checkpoint / "model.safetensors")
+            load_weights(model, checkpoint / self.weights_name)
             CheckpointRecord.read(checkpoint).verify(checkpoint)
         return notes
 
     def _verify_config(self) -> list[str]:
         """Compare config.yaml and txl_tokenizer.json with what checkpoints and weights record of them."""
-        file, best, trained = self.path / "config.yaml", self.path / "model.safetensors", self.trained_config()
+        file, best, trained = self.path / "config.yaml", self.path / self.weights_name, self.trained_config()
         if trained is not None and self.config not in (trained, trained.before_last_change()):
             difference = first_difference(self.config.model_dump(mode="json"), trained.model_dump(mode="json"))
             raise UserError(
@@ -413,6 +439,51 @@ class RunFolder:
         # the run was killed, or the disk was full, after the checkpoint and before config.yaml was written
         return [] if self.config == trained else ["config.yaml lacks the last change, which --resume writes"]
 
+    def build_model(self, base: Path | None = None) -> LanguageModel:
+        """Build the model in host memory with initial weights, or with those of its base and a new adapter.
+
+        Args:
+            base: the folder of the base, or None for where it was when the run was made.
+
+        Raises:
+            UserError: the weights certainly need more memory than there is, the base is not there or is not the one of
+                the run, or for a reason that `build_model` or `add_lora` lists.
+        """
+        model = build_checked(self.config)
+        if self.config.lora is not None:
+            check_lora(model, self.config.lora)
+            load_weights(model, self._base_file(base))
+            add_lora(model, self.config.lora)
+        return model
+
+    def _base_file(self, base: Path | None) -> Path:
+        """Return the file with the weights that the run's adapter belongs to.
+
+        Without `base` it is looked for where it was, and beside this run under the same name.
+
+        Raises:
+            UserError: it is not there, or its checksum is another.
+        """
+        finetune = self.config.finetune
+        assert finetune is not None
+        folders = [base] if base is not None else [Path(finetune.base), self.path.parent / Path(finetune.base).name]
+        names = "model.safetensors", f"checkpoints/step-{finetune.base_step:08}/model.safetensors"
+        files = [folder / name for folder in folders for name in names]
+        with as_user_error("reading the base"):
+            files = [file for file in files if file.is_file()]
+            for file in files:
+                if file_digest(file) == finetune.base_sha256:
+                    return file
+        if files:
+            raise UserError(
+                f"{files[0]} is not what {self.path} was trained on: its checksum is another; restore those weights "
+                f"(of step {finetune.base_step:,}), or train a new adapter"
+            )
+        raise UserError(
+            f"{self.path} is an adapter of {folders[0]}, which is no run here; give the base's new folder: "
+            f"txl train --resume {quoted(self.path)} --base DIR, or txl convert {quoted(self.path)} RUN --base DIR"
+        )
+
     def load_model(self, device: torch.device, checkpoint: CheckpointName = "best") -> LanguageModel:
         """Build the model with the run's weights, in evaluation mode.
 
@@ -421,16 +492,20 @@ class RunFolder:
         """
         return self.load_run(device, checkpoint).model
 
-    def load_run(self, device: torch.device, checkpoint: CheckpointName = "best") -> Run:
+    def load_run(self, device: torch.device, checkpoint: CheckpointName = "best", *, base: Path | None = None) -> Run:
         """Build the model with the run's weights, in evaluation mode, and return it with tokenizer and settings.
+
+        An adapter is merged into the weights of its base, which is in the folder `base`, or None for where it was.
 
         Raises:
             UserError: the run has no weights, they do not fit into memory, or they are damaged or do not fit the
-                settings.
+                settings; or the base of an adapter is not there or was altered.
         """
-        model = build_checked(self.config)
         chosen = self.choose_weights(checkpoint)
+        model = self.build_model(base)
         load_weights(model, chosen.used.file)
+        if self.config.lora is not None:
+            merge_lora(model)
         return Run(model.to(device).eval(), self.tokenizer, self.config, path=self.path, weights=chosen)
 
 
@@ -456,22 +531,26 @@ def load_weights(model: LanguageModel, file: Path) -> None:
     Raises:
         UserError: the file is damaged, or its weights are of another model.
     """
-    model.load_state_dict(read_weights(model, file))
+    # of a model with an adapter, the file has the adapter
+    model.load_state_dict(read_weights(model, file), strict=False)
 
 
 def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
-    """Return the weights in a file, by name, if they fit a model.
+    """Return the weights in a file, by their names in the state dict, if they fit a model.
+
+    Those of a model with an adapter are the adapter's. Names and shapes are compared before anything is allocated.
 
     Raises:
         UserError: the file is damaged, or its weights are of another model.
     """
-    tensors, _ = load_tensors(file)
-    expected = {(name, tensor.shape) for name, tensor in model.state_dict().items()}
-    mismatched = expected ^ {(name, tensor.shape) for name, tensor in tensors.items()}
+    names, state = state_names(model), model.state_dict()
+    expected = {(saved, tuple(state[name].shape)) for saved, name in names.items()}
+    mismatched = expected ^ set(read_shapes(file).items())
     if mismatched:
         name, _ = min(mismatched)
         raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")
-    return tensors
+    tensors, _ = load_tensors(file)
+    return {name: tensors[saved] for saved, name in names.items()}
 
 
 def model_digest(config: RunConfig) -> str:
@@ -496,18 +575,70 @@ def config_text(config: RunConfig) -> str:
 
 
 @checked_names
-def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName = "best") -> Run:
+def load(
+    path: Path | str, *, device: str = "auto", checkpoint: CheckpointName = "best", base: Path | str | None = None
+) -> Run:
     """Load a run: its model, ready to use, its tokenizer and its config.
+
+    An adapter (of `finetune` with `lora_rank`) is merged into the weights of its base.
 
     Args:
         path: folder of the run.
         device: auto, cuda, mps or cpu.
         checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last).
+        base: for an adapter, the folder of its base, or None for where it was. Its checksum must be the recorded one.
 
     Raises:
-        UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
+        UserError: it is not the folder of a run, it has no weights yet, its files are damaged, or the base of an
+            adapter is not there or was altered.
     """
-    return RunFolder.open(path).load_run(choose_device(device), checkpoint)
+    folder = RunFolder.open(path)
+    if base is not None and folder.config.lora is None:
+        raise UserError(f"{folder.path} is a whole run, not an adapter; leave base out")
+    base = None if base is None else as_path(base, "base", "give the folder of a run")
+    return folder.load_run(choose_device(device), checkpoint, base=base)
+
+
+@checked_names
+def load_adapter(base: Run, path: Path | str, *, checkpoint: CheckpointName = "best") -> Run:
+    """Load an adapter (of `finetune` with `lora_rank`) beside the weights of a base that is loaded already.
+
+    The result is a run of its own, which shares the weights with the base: any number of adapters need them in memory
+    only once. Its outputs are those of `load(path)`, up to rounding, and take somewhat longer.
+
+    Args:
+        base: the loaded base. It is not changed; the adapter must not outlive a change of its weights.
+        path: folder of the adapter.
+        checkpoint: as for `load`.
+
+    Raises:
+        UserError: it is not the folder of an adapter, the base is not the one that it was trained on, or for the
+            reasons of `load`.
+    """
+    check_run(base)
+    folder = RunFolder.open(path)
+    if folder.config.lora is None:
+        raise UserError(f"{folder.path} is a whole run, not an adapter; use load")
+    if base.path is None or base.config.lora is not None:
+        raise UserError(
+            "the base is no whole run from a folder; give load(...) of the run that the adapter was made on"
+        )
+    base.model.check_not_quantized("the base of an adapter")
+    base.model.check_no_adapter("the base of another")
+    chosen = folder.choose_weights(checkpoint)
+    model = folder.build_model(base.path)
+    load_weights(model, chosen.used.file)
+    model.requires_grad_(True)
+    weights, own = base.model.state_dict(keep_vars=True), model.state_dict()
+    shared = {name: weights[name.replace(".base_layer.", ".")] for name in own if ".lora_" not in name}
+    if changed := [name for name, weight in shared.items() if not torch.equal(weight.to(own[name]), own[name])]:
+        raise UserError(
+            f"the base has other weights than {path} was trained on (at {changed[0]}): they changed since they were "
+            "loaded, or are those of another checkpoint; load the base again"
+        )
+    model.load_state_dict(shared, strict=False, assign=True)
+    like = next(base.model.parameters())
+    return Run(model.to(like).eval(), folder.tokenizer, folder.config, path=folder.path, weights=chosen)
 
 
 @checked_names
@@ -515,6 +646,7 @@ def save(run: Run, path: Path | str) -> Path:
     """Save a model with its tokenizer and config as the folder of a new run, which `load` and every command take.
 
     `load` returns the same weights, bit for bit. Training cannot resume from them: optimizer and memory are not saved.
+    A loaded adapter is saved as the whole weights that it was merged into.
 
     Args:
         run: what to save.
@@ -524,9 +656,11 @@ def save(run: Run, path: Path | str) -> Path:
         The folder.
 
     Raises:
-        UserError: the path exists already, the file system refuses, or the weights are those of `to_int8`.
+        UserError: the path exists already, the file system refuses, or the weights are those of `to_int8` or have an
+            adapter beside them (`load_adapter`).
     """
     check_run(run)
     run.model.check_not_quantized("saved")
-    weights = run.model.state_dict()
-    return RunFolder.create(as_path(path, "path"), run.config, run.tokenizer, weights, run.memory_lengths).path
+    run.model.check_no_adapter("saved")
+    config, weights = run.config.without_adapter(), run.model.state_dict()
+    return RunFolder.create(as_path(path, "path"), config, run.tokenizer, weights, run.memory_lengths).path

@@ -93,6 +93,16 @@ def read_metadata(path: Path) -> dict[str, str]:
         return _metadata(path, file)
 
 
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a safetensors file by name, from its header alone.
+
+    Raises:
+        UserError: the file is missing or truncated.
+    """
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file; convert errors in opening and reading it to a UserError."""

@@ -295,7 +295,8 @@ INCOMPLETE = rf"safetensors is damaged \(not a complete safetensors file: .*\); 
 DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "weights truncated": (WEIGHTS, truncate(-1), "evaluate run", INCOMPLETE),
     "weight altered": (WEIGHTS, flip_bit(-101), "evaluate run", CHECKSUM),
-    "tensor name altered": (WEIGHTS, substitute(b"softmax.bias", b"softmaxxbias"), "generate run", CHECKSUM),
+    "tensor name altered": (WEIGHTS, substitute(b"softmax.bias", b"softmaxxbias"), "generate run",
+        r"model.safetensors does not fit the settings in config.yaml \(at softmax"),
     "weights missing": (WEIGHTS, None, "evaluate run", f"run/{WEIGHTS}, the best weights, is missing; copy it again, "),
     "last weights altered": (LAST_WEIGHTS, flip_bit(-101), RESUME, CHECKSUM),
     "optimizer altered": (OPTIMIZER, flip_bit(-101), RESUME, CHECKSUM),

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import settings_of
 from refusals import txl
 from tensors import assert_same_tensors
-from training_runs import MODEL, TRAIN, StopAt, letters, make_corpus
+from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, new_corpus
 
 from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
 from transformer_xl import train as train_run
@@ -22,25 +21,9 @@ from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.schedules import set_learning_rate
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
-SHORT = {"max_steps": 6, "warmup_steps": 2, "eval_interval": 3, "checkpoint_interval": 6}
-
 
 def first_weights(path: Path) -> dict[str, torch.Tensor]:
     return load_tensors(path / "checkpoints" / "step-00000000" / "model.safetensors")[0]
-
-
-def make_base(folder: Path, **model: Any) -> Path:
-    """Train a run for a few steps on letters, and return its folder."""
-    corpus = make_corpus(folder / "old", letters(127, seed=1), letters(41, seed=2))
-    settings = settings_of(**MODEL | model)
-    has_memory = ARCHITECTURES[settings.get("architecture", "transformer-xl")].has_memory
-    train = {**TRAIN, "max_steps": 5} | ({} if has_memory else {"memory_length": 0})
-    return train_run(None, corpus, folder / "base", model=settings, train=train, **OPTIONS).path
-
-
-def new_corpus(folder: Path) -> Corpus:
-    return make_corpus(folder / "new", b"abc" * 60, b"cab" * 20)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -23,15 +23,19 @@ def convert(
     source_format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     tokenizer: str | None = None,
     pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
+    base: Path | None = None,
     json: Json = False,
 ) -> None:
     """Convert a checkpoint of another program to a run, or a run to a folder for transformers. No code is executed.
+
+    An adapter (txl finetune --lora-rank) is merged into the weights of its base.
 
     Parameters
     ----------
     source
         Checkpoint to convert: a folder of Hugging Face's transformers, model.pt of the authors' PyTorch code or its
-        folder, NVIDIA's checkpoint_best.pt or its folder, or a TensorFlow checkpoint; a run with another --to.
+        folder, NVIDIA's checkpoint_best.pt or its folder, or a TensorFlow checkpoint; an adapter, or a run with
+        another --to.
     out
         Folder to create; it must not exist.
     to
@@ -46,12 +50,14 @@ def convert(
     pre_tokenizer
         How a word tokenizer splits text: moses (as TransfoXLTokenizer), punctuation (punctuation split off, as in
         WikiText), or whitespace (for text that is tokenized already). [default: as in FROM]
+    base
+        Folder of the base of an adapter. [default: where it was]
     """
     from transformer_xl.interop import convert as interop
 
     start = time.perf_counter()
     result = interop.convert(
-        source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer
+        source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer, base=base
     )
     seconds = time.perf_counter() - start
     say_weights(result.weights)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.cli.train import print_result, result_values
 
@@ -27,6 +27,10 @@ def finetune(
     replace_tokenizer: Annotated[bool, Parameter(negative=())] = False,
     freeze: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     layer_rate_decay: float = 1.0,
+    lora_rank: Annotated[int | None, Integer] = None,
+    lora_alpha: float | None = None,
+    lora_dropout: float | None = None,
+    lora_targets: str | None = None,
     checkpoint: Literal["best", "last"] = "best",
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
     train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
@@ -53,6 +57,14 @@ def finetune(
         Pattern of the names of parameters that are not trained, such as 'layers.0.*'; may be repeated.
     layer_rate_decay
         Factor between the learning rates of a layer and the layer above it, up to 1.
+    lora_rank
+        Train a LoRA adapter of this rank, and nothing else; the run is small, and the weights stay in the base.
+    lora_alpha
+        The adapter's product is scaled by alpha / rank. [default: twice the rank]
+    lora_dropout
+        Probability that dropout zeroes an input of the adapter. [default: 0]
+    lora_targets
+        Names of the linear layers that are adapted, such as q_proj,v_proj. [default: all]
     checkpoint
         Begin with the weights of the lowest validation loss, or with the last ones.
     """
@@ -61,6 +73,8 @@ def finetune(
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
     options |= {**vars(device_options), "handle_signals": True, "replace_tokenizer": replace_tokenizer}
     options |= {"freeze": freeze, "layer_rate_decay": layer_rate_decay, "checkpoint": checkpoint}
+    options |= {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+    options["lora_targets"] = () if lora_targets is None else lora_targets.split(",")
     result = training.finetune(base, corpus, run, **options)
     if result.rank == 0:
         _print_result(result, as_json=json)

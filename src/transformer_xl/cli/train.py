@@ -28,6 +28,7 @@ def train(
     corpus: Path | None = None,
     run: Path | None = None,
     resume: Path | None = None,
+    base: Path | None = None,
     find_rate: Annotated[bool, Parameter(negative=())] = False,
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
     train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
@@ -52,6 +53,8 @@ def train(
         New folder for settings, weights and metrics. [default: runs/CORPUS-RECIPE]
     resume
         Folder of a run to resume, instead of a recipe and --run.
+    base
+        With --resume of an adapter, the new folder of its base if that has moved.
     find_rate
         Do not train, but propose a learning rate by short trainings, in about a minute for a small model.
     """
@@ -66,6 +69,8 @@ def train(
         _find_rate(recipe or DEFAULT_RECIPE, _given_corpus(corpus), run, options, device_options, as_json=json)
         return 0
     options |= {**vars(device_options), "handle_signals": True}
+    if base is not None and resume is None:
+        raise UserError("--base is for an adapter that is resumed; give --resume RUN too, or leave it out")
     if resume is None:
         result = training.train(recipe, _given_corpus(corpus), run, **options)
     elif recipe or run:
@@ -74,7 +79,7 @@ def train(
         setting = next(iter(options["model"]))
         raise UserError(f"model.{setting} cannot change within a run; start a new one with --run DIR")
     else:
-        result = training.resume(resume, corpus, **options)
+        result = training.resume(resume, corpus, base=base, **options)
     if result.rank == 0:
         print_result(result, as_json=json)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)

@@ -70,6 +70,7 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     """
     check_run(run)
     run.model.check_not_quantized("exported")
+    run.model.check_no_adapter("exported")
     for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")

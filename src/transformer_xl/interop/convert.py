@@ -25,8 +25,8 @@ from transformer_xl.interop import huggingface, nvidia, official, pretrained, te
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
-from transformer_xl.run_folder import RunFolder
-from transformer_xl.tensor_file import load_tensors
+from transformer_xl.model.lora import PEFT_CONFIG_FILE
+from transformer_xl.run_folder import RunFolder, load, save
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, describe_difference, load_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
@@ -82,13 +82,15 @@ def convert(
     source_format: FormatName | None = None,
     tokenizer: str | Path | Tokenizer | None = None,
     pre_tokenizer: PreTokenizerName | None = None,
+    base: Path | str | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's transformers.
 
-    Nothing in a checkpoint is executed. The output folder appears only when it is complete.
+    An adapter (of `finetune` with `lora_rank`) is merged into the weights of its base. Nothing in a checkpoint is
+    executed. The output folder appears only when it is complete.
 
     Args:
-        source: the checkpoint's file or folder; unless `to` is "run", a run folder.
+        source: the checkpoint's file or folder, or the folder of an adapter; unless `to` is "run", any run folder.
         out: folder to create; it must not exist.
         to: what to write: a run folder; "huggingface", a folder that transformers 5 opens with this package; or
             "huggingface-4.37", one in the layout that transformers 4.37.2 and older load without it.
@@ -99,6 +101,7 @@ def convert(
         pre_tokenizer: how a word tokenizer splits text into words: "whitespace", "punctuation" (with punctuation split
             from words, as in WikiText) or "moses" (as TransfoXLTokenizer does); or None to split it as the program that
             wrote the checkpoint does.
+        base: for an adapter, the folder of its base, or None for where it was. Its checksum must be the recorded one.
 
     Returns:
         the format, the number of parameters, the tokenizer, who can read the result, and notes on what was left out or
@@ -114,11 +117,15 @@ def convert(
     known = (str, Path, Tokenizer, type(None))
     check_type(tokenizer, known, "tokenizer", "give a path, 'byte', 'integer' or a Tokenizer")
     check_is_new(out)
-    if to != "run":
+    is_adapter = (source / PEFT_CONFIG_FILE).exists() and (source / "config.yaml").exists()
+    if to != "run" or is_adapter:
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
         if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
-            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to {to}; leave the former out")
-        return _export(source, out, to)
+            other = f"--to {to}" if to != "run" else "an adapter"
+            raise UserError(f"{', '.join(inapplicable)} cannot be combined with {other}; leave the former out")
+        return _export(source, out, to, base)
+    if base is not None:
+        raise UserError(f"{source} is no adapter; leave --base out")
 
     format_name = _choose_format(source, source_format)
     imported = FORMATS[format_name].read(source)
@@ -139,20 +146,22 @@ def convert(
     return ConversionResult(format_name, parameters, run_tokenizer, (*imported.notes, *notes))
 
 
-def _export(source: Path, out: Path, to: Literal["huggingface", "huggingface-4.37"]) -> ConversionResult:
-    """Write a run as a folder for transformers."""
-    folder = RunFolder.open(source)
-    chosen = folder.choose_weights()
-    weights, _ = load_tensors(chosen.used.file)
-    parameters = _check_weights(folder.config, weights, source)
+def _export(source: Path, out: Path, to: OutputName, base: Path | str | None) -> ConversionResult:
+    """Write a run as a folder for transformers, or an adapter, merged into its base, as a run."""
+    run = load(source, device="cpu", base=base)
+    weights = run.model.state_dict()
+    parameters = _check_weights(run.config, weights, source)
     notes: tuple[str, ...] = ()
-    if to == "huggingface":
-        pretrained.write(out, folder.config, weights, folder.tokenizer, chosen.used.memory_lengths)
+    readers: str | None = None
+    if to == "run":
+        save(run, out)
+    elif to == "huggingface":
+        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths)
         readers = pretrained.READERS
     else:
-        notes = huggingface.write(out, folder.config, weights, folder.tokenizer)
+        notes = huggingface.write(out, run.config, weights, run.tokenizer)
         readers = huggingface.READERS
-    return ConversionResult(to, parameters, folder.tokenizer, notes, chosen, readers)
+    return ConversionResult("adapter" if to == "run" else to, parameters, run.tokenizer, notes, run.weights, readers)
 
 
 def _choose_format(source: Path, requested: FormatName | None) -> FormatName:

@@ -21,11 +21,13 @@ class WeightAverage:
     """The average of a model's weights, on their device; if they are divided among processes (sharded), so is it."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
-        """Initialize the average with the current weights."""
+        """Initialize the average with the current weights; those that are not trained have none."""
         self.config = config
         self.count = 0
         """Number of steps in the average; while it is 0, `applied` does not change the weights."""
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
         self._means: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()

@@ -96,7 +96,7 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
                 remove_leftovers(path.parent)
                 new = new if path.exists() else path
                 temporary = stack.enter_context(atomic_folder(new))
-                save_tensors(temporary / "model.safetensors", weights)
+                save_tensors(temporary / folder.weights_name, weights)
         temporary = world.gather(temporary)[0]
         _write(tensors, temporary / "training", world)
         # DCP names the files of each process shard-N-..., where N is its rank + 1
@@ -188,7 +188,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         record = CheckpointRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
         trainer.state = check_settings(TrainerState, record.state, str(path / "training.json"))
-        weights = read_weights(trainer.model, path / "model.safetensors")
+        weights = read_weights(trainer.model, path / folder.weights_name)
         saved = _read_shapes(path / "training")
         # rows: the batch size with which the checkpoint was written
         rows, memory = _allocate_memory(saved, trainer, train.memory_length)
@@ -311,11 +311,11 @@ def _set_optimizers(trainer: Trainer, tensors: Mapping[str, Tensor]) -> None:
 
 def _set_weights(model: LanguageModel, weights: dict[str, Any]) -> None:
     if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, strict=False)  # of a model with an adapter, these are the adapter's
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, world: DistributedContext) -> None:

@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from transformer_xl.config import Settings, UserError, check_settings
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.lora import saved_weights
 from transformer_xl.text.segments import Shard
 
 if TYPE_CHECKING:
@@ -302,16 +303,18 @@ def _local_device(device: torch.device, local_rank: int) -> torch.device:
 
 
 def gather_weights(model: LanguageModel, world: DistributedContext) -> dict[str, Tensor]:
-    """Return all weights by name, gathered from all processes if they are sharded.
+    """Return what is saved of the weights, by the names in files: all, or those of an adapter if the model has one.
+
+    They are gathered from all processes if they are sharded.
 
     Every process must call this; the first process gets the weights.
     """
     if world.size == 1:
-        return model.state_dict()
+        return saved_weights(model.state_dict())
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
+    return saved_weights({name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)})
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """`finetune`, the public function that trains the weights of a run further, on another corpus.
 
 The new run has its own optimizer, schedule and folder, and resumes as every run does. `config.yaml` records the base.
-With another tokenizer, tokens that both have keep their embeddings and biases.
+With another tokenizer, tokens that both have keep their embeddings and biases. With LoRA the run trains and stores an
+adapter, and the weights stay in the folder of the base.
 
 Shape suffixes: V tokens of the new vocabulary (or of a cluster), E embedding width.
 """
@@ -22,12 +23,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName, file_digest
-from transformer_xl.config import FinetuneConfig, RunConfig, UserError, check_settings, check_type, checked_names
+from transformer_xl.config import (
+    FinetuneConfig,
+    LoraConfig,
+    RunConfig,
+    UserError,
+    check_settings,
+    check_type,
+    checked_names,
+)
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_path, quoted
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.lora import check_lora, lora_targets, require_peft
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.text.token_store import Corpus
@@ -95,6 +105,10 @@ def finetune(
     replace_tokenizer: bool = False,
     freeze: Sequence[str] = (),
     layer_rate_decay: float = 1.0,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    lora_dropout: float | None = None,
+    lora_targets: Sequence[str] = (),
     checkpoint: CheckpointName = "best",
     model: Overrides | None = None,
     train: Overrides | None = None,
@@ -109,7 +123,7 @@ def finetune(
 
     The settings are those of the base (the learning rate of a converted or saved run is 1e-4), with a schedule of 1000
     steps and validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the base
-    is not needed for that.
+    is not needed for that, except of an adapter.
 
     Args:
         base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
@@ -121,6 +135,11 @@ def finetune(
         freeze: patterns of names of parameters that are not trained, such as `embedding.*` or `layers.0.*`.
         layer_rate_decay: factor between the learning rates of a layer and the layer above it, 0 to 1 (Howard and Ruder
             2018); 1: equal rates.
+        lora_rank: train a LoRA adapter of this rank, and nothing else (Hu et al. 2021; the extra `lora`); None: train
+            the weights.
+        lora_alpha: the adapter's product is scaled by alpha / rank; None means twice the rank.
+        lora_dropout: probability that dropout zeroes an input of the adapter; None means 0.
+        lora_targets: names of the linear layers that are adapted, such as ["q_proj", "v_proj"]; empty: all.
         checkpoint: the base's weights with the lowest validation loss (best), or those of its newest checkpoint (last).
         model: settings of the model to change, which may not change its weights, such as {"dropout": 0.1}.
         train: settings of training to change, such as {"max_steps": 500, "memory_length": 256}.
@@ -155,6 +174,10 @@ def finetune(
     opened = Corpus.open(path)
     old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
     kept = None if old_of_V is None else int((old_of_V >= 0).sum())
+    base_run.model.check_no_adapter("fine-tuned")
+    lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
+    if lora is not None and kept is not None:
+        raise UserError("an adapter has no embeddings for the tokens of another tokenizer; leave out lora_rank")
     used = base_run.weights.used
     record = {
         "base": str(base_run.path.resolve()),
@@ -163,6 +186,7 @@ def finetune(
         "kept_tokens": kept,
         "freeze": tuple(freeze),
         "layer_rate_decay": layer_rate_decay,
+        "lora": lora,
     }
     check_settings(FinetuneConfig, record, "finetune")
     if run is None:
@@ -170,7 +194,8 @@ def finetune(
     settings = _settings(base_run, opened, model or {})
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
-    first = partial(_first_weights, base_run.model, old_of_V)
+    # those of an adapter are drawn, beside the base's
+    first = partial(_first_weights, base_run.model, old_of_V) if lora is None else None
     overrides = {
         "model": model or {},
         "train": train or {},
@@ -185,6 +210,40 @@ def finetune(
         losses = _losses(base_run, opened, result.run, old_of_V, log)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     return FinetuneResult(**values, losses=losses, kept_tokens=kept)
+
+
+def _lora(
+    base: Run, rank: int | None, alpha: float | None, dropout: float | None, targets: Sequence[str]
+) -> dict[str, Any] | None:
+    """Return the settings of the adapter, or None if the weights are trained.
+
+    Raises:
+        UserError: there is an argument of an adapter without a rank, the base is an adapter itself, or it cannot have
+            this one.
+    """
+    if rank is None:
+        given = {"lora_alpha": alpha, "lora_dropout": dropout, "lora_targets": targets or None}
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise UserError(f"{unused[0]} has no effect without lora_rank; give that too, or leave it out")
+        return None
+    if base.config.lora is not None:
+        assert base.path is not None
+        raise UserError(
+            f"{base.path} is an adapter itself; merge it first (txl convert {quoted(base.path)} RUN), or fine-tune all "
+            "its weights (without lora_rank)"
+        )
+    if isinstance(targets, str) or not all(isinstance(target, str) for target in targets):
+        raise UserError(f"lora_targets is {targets!r}; give a list of names such as ['q_proj', 'v_proj']")
+    require_peft()
+    check_type(rank, int, "lora_rank", "give an integer")
+    values = {
+        "rank": rank,
+        "alpha": 2.0 * max(rank, 1) if alpha is None else alpha,
+        "dropout": dropout or 0.0,
+        "targets": tuple(targets) or tuple(lora_targets(base.model)) or ("none",),
+    }
+    check_lora(base.model, check_settings(LoraConfig, values, "lora"))
+    return values
 
 
 def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArray[np.int64] | None:

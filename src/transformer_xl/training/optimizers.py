@@ -29,7 +29,7 @@ def build_optimizers(
     Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases
     (the paper's u and v).
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
-    requires), and AdamW all other parameters.
+    requires), and AdamW all other parameters, among them the narrow matrices of an adapter.
 
     Args:
         model: the model; parameters without `requires_grad` are left out.
@@ -41,7 +41,7 @@ def build_optimizers(
     num_layers = len(model.layers)
     trained = [item for item in model.named_parameters() if item[1].requires_grad]
     matrices = [item for item in trained if config.optimizer == "muon" and item[0].startswith("layers.")]
-    matrices = [item for item in matrices if item[1].ndim == 2]
+    matrices = [item for item in matrices if item[1].ndim == 2 and ".lora_" not in item[0]]
     in_muon = {id(parameter) for _, parameter in matrices}
     # parameters by whether they decay, and by their rate; Adam has no decay
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}

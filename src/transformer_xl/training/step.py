@@ -125,7 +125,7 @@ class TrainStep:
 
     def _allocate_gradients(self) -> None:
         for parameter in self.model.parameters():
-            if parameter.grad is None:
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _clip_and_apply(self) -> Tensor:

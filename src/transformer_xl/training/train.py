@@ -157,6 +157,7 @@ def resume(
     run: Run | Path | str,
     corpus: Corpus | Path | str | None = None,
     *,
+    base: Path | str | None = None,
     train: Overrides | None = None,
     evaluation: Overrides | None = None,
     device: str = "auto",
@@ -170,6 +171,7 @@ def resume(
     Args:
         run: folder of the run, or the loaded run.
         corpus: new location of the corpus, or None if it has not moved.
+        base: new folder of the base of an adapter, or None if it has not moved.
         train: settings of training to change from the next step on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
         device: as for `train`.
@@ -190,7 +192,8 @@ def resume(
     path = run.path if isinstance(run, Run) else as_path(run, "run", "give the folder of a run")
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")
-    start = partial(_resume, path, None if corpus is None else corpus_folder(corpus), overrides)
+    moved_base = None if base is None else as_path(base, "base", "give the folder of a run")
+    start = partial(_resume, path, None if corpus is None else corpus_folder(corpus), moved_base, overrides)
     return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
@@ -222,8 +225,10 @@ def run_training(
             log = say if show_progress else ignore
             trainer = start(world, stack, log)
             num_tokens = trainer.config.batch_size * trainer.config.segment_length
+            num_trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+            trained = "" if num_trained == trainer.model.num_parameters() else f", {num_trained:,} of them trained"
             log(
-                f"model: {trainer.model.num_parameters():,} parameters, on {trainer.device}; "
+                f"model: {trainer.model.num_parameters():,} parameters{trained}, on {trainer.device}; "
                 f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens"
             )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
@@ -336,6 +341,7 @@ def complete_settings(
 def _resume(
     path: Path,
     corpus_path: Path | str | None,
+    base: Path | None,
     overrides: Mapping[str, Overrides],
     world: DistributedContext,
     stack: ExitStack,
@@ -359,6 +365,12 @@ def _resume(
                     log,
                 )
             folder = replace(folder, config=trained)
+        if base is not None:
+            finetune = folder.config.finetune
+            if finetune is None or finetune.lora is None:
+                raise UserError(f"{path} is a whole run, not an adapter; leave --base out")
+            finetune = finetune.model_copy(update={"base": str(base.resolve())})
+            folder = replace(folder, config=folder.config.model_copy(update={"finetune": finetune}))
         known = folder.config
         config = run_settings(merge(known.model_dump(), overrides), "settings")
         refuse_unused(overrides, config)

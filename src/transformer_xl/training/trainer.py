@@ -24,7 +24,7 @@ from transformer_xl.files import quoted, remove_leftovers
 from transformer_xl.model.kernels import choose
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
-from transformer_xl.run_folder import RunFolder, build_checked
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus
@@ -75,7 +75,7 @@ class Trainer:
             device: device to compute on.
             callbacks: called during training.
             world: the processes that train this run together.
-            weights: initial weights by name, or None to draw them.
+            weights: initial weights by name, or None to draw them (those of an adapter beside the base's).
 
         Raises:
             UserError: the corpus is too short for the settings, the device does not support them, or parameters to
@@ -87,7 +87,7 @@ class Trainer:
         self.dataset = training_dataset(corpus, config, world)
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
-        self.model = build_checked(folder.config)
+        self.model = folder.build_model()
         if weights is not None:
             self.model.load_state_dict(dict(weights))
         self.model.to(device).train()
@@ -141,7 +141,7 @@ class Trainer:
         # A run that has none of these was killed before its first checkpoint, and starts at step 0. A converted run has
         # only weights, and the first weights of a fine-tuned run are in its first checkpoint, so `load_checkpoint`
         # refuses them.
-        has_weights = (folder.path / "model.safetensors").exists() or folder.config.finetune is not None
+        has_weights = (folder.path / folder.weights_name).exists() or folder.config.finetune is not None
         if has_weights or folder.latest_checkpoint() or folder.metrics():
             warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
@@ -386,7 +386,7 @@ class Trainer:
         checkpoint. If they are missing, the next validation saves the weights as the best.
         """
         with self.world.raise_together():
-            exists = self.world.is_first and (self.folder.path / "model.safetensors").exists()
+            exists = self.world.is_first and (self.folder.path / self.folder.weights_name).exists()
             best = self.folder.best_known() if exists else None
         exists, best = self.world.gather((exists, best))[0]
         if not exists:
@@ -457,10 +457,12 @@ def training_memory(
     train, model = config.train, config.model
     rows = [len(part) for part in micro_batches(local_batch_size, train, world.size)]
     parameters = min_parameters(model)
+    trained = 0 if config.lora else parameters  # an adapter is small
     # fsdp divides all of these; a process has all weights only before the first step, as `build_checked` requires
-    gradients = 4 * parameters // (world.size if train.parallelism == "fsdp" else 1)
-    # weights, two numbers for each parameter in Adam and one in Muon, and the average
-    state = gradients * (2 + (train.optimizer != "muon") + (train.weight_average != "none"))
+    share = world.size if train.parallelism == "fsdp" else 1
+    gradients = 4 * trained // share
+    # weights, two numbers for each trained parameter in Adam and one in Muon, and the average
+    state = 4 * parameters // share + gradients * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
 
     def activation_bytes(memory_length: int) -> int:
         count = min_activations(
