@@ -68,6 +68,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model": {"architecture": "al-rfou", "intermediate_layer_losses": True, "num_targets": 2},
         "train": {"memory_length": 0},
     },
+    "extended context, random lengths, penalties": {
+        "model": {
+            "tie_key_projections": True, "learned_attention_biases": False, "activation_penalty": 0.3,
+            "temporal_activation_penalty": 0.2,
+        },
+        "train": {
+            "parallelism": "fsdp", "memory_length": 0, "extended_context_length": 5, "random_segment_lengths": True,
+            "embedding_learning_rate_ratio": 2.0, "weight_decay": 0.01,
+        },
+    },
 }  # fmt: skip
 
 # settings of the runs that are trained by the command `txl train`, and by `train` for comparison

@@ -108,15 +108,18 @@ def reopened(trainer: Trainer, **changed: Any) -> Trainer:
     return trainer
 
 
-def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
+def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3, plan: EvaluationPlan | None = None) -> float:
     """Return the total loss of a text in nats, computed as in validation.
 
-    The text is split into as many parts as there are batch rows; each is scored with a memory that starts empty.
+    def validation_nats(
+        model: LanguageModel, tokens: Tokens, rows: int = 3, plan: EvaluationPlan | None = None
+    ) -> float:
+        a plan, the lengths are those of TRAIN.
     """
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
     # the token before each row, which is its first input
     previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # a newline precedes the first token
-    plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))  # as in TRAIN
+    plan = plan or EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))
     spans = zip(pairwise(edges), previous, strict=True)
     return sum(float(token_nats(model, tokens[begin:end], token, plan).sum()) for (begin, end), token in spans)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from model_configs import model_config
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
-from transformer_xl.config import UserError
+from transformer_xl.config import DynamicConfig, EvaluationConfig, UserError, run_settings
 from transformer_xl.evaluation import evaluate as evaluate_module
 from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
 from transformer_xl.evaluation.memory import receptive_field, suggested_batch_size, warmup_length
@@ -62,6 +63,56 @@ def test_short_memory_equals_calling_the_model_for_each_segment(make_model, memo
             expected.append(model.nats(hidden_BTD, targets[:, start : start + 5])[0])
     nats_K = token_nats(model, tokens_K, BOS, EvaluationPlan(5, ContextLimits(memory_length)))
     np.testing.assert_allclose(nats_K, torch.cat(expected).numpy(), **CLOSE)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2, 5])
+@pytest.mark.parametrize("documents", [[0], [0, 3, 20]])
+@pytest.mark.parametrize(("segment_length", "context_length"), [(5, 0), (5, 3), (5, 12), (1, 4), (40, 9)])
+def test_extended_context_equals_calling_the_model_for_each_segment(
+    make_model, segment_length, context_length, documents, batch_size
+) -> None:
+    """The inputs are those of a segment of its document, after those of up to `context_length` tokens before it."""
+    model, tokens_K, expected = make_model(), random_tokens(37), []
+    for begin, end in pairwise([*documents, 37]):
+        inputs, targets = torch.tensor([[BOS, *tokens_K[begin : end - 1].tolist()]]), tokens_K[begin:end].tolist()
+        for start in range(0, end - begin, segment_length):
+            with torch.no_grad():
+                first = max(0, start - context_length)
+                hidden_BTD, _ = model(
+                    inputs[:, first : start + segment_length], model.initial_memory(1, ContextLimits(0))
+                )
+                part = torch.tensor([targets[start : start + segment_length]])
+                logits_BTV = model.logits(hidden_BTD[:, start - first :]) / 1.3
+                expected += (-logits_BTV.log_softmax(-1).gather(-1, part[..., None])).flatten().tolist()
+    plan = EvaluationPlan(
+        segment_length,
+        ContextLimits(0),
+        extended_context_length=context_length,
+        softmax_temperature=1.3,
+        batch_size=batch_size,
+        reset_memory=len(documents) > 1,
+    )
+    text = TokenizedText(tokens_K, BOS, np.array(documents))
+    np.testing.assert_allclose(losses_in_order(model, text, plan), expected, **CLOSE)
+    if batch_size is None and len(documents) == 1:  # with a learning rate of 0, dynamic evaluation is the same
+        dynamic = replace(plan, method="dynamic", dynamic=DynamicConfig(optimizer="sgd", learning_rate=0))
+        np.testing.assert_allclose(losses_in_order(model, text, dynamic), expected, **CLOSE)
+
+
+def test_extended_context_is_that_of_the_run_unless_there_is_memory() -> None:
+    settings = {"train": {"segment_length": 7, "memory_length": 0, "extended_context_length": 5}}
+    run = run_settings(settings, "test")
+    stated = run_settings(
+        {**settings, "evaluation": {"extended_context_length": 9, "softmax_temperature": 1.2}}, "test"
+    )
+    for config, given, expected in (
+        (run, {}, 5), (stated, {}, 9), (stated, {"extended_context_length": 2}, 2), (stated, {"memory_length": 3}, 0),
+    ):  # fmt: skip
+        plan = EvaluationPlan.resolve(config, EvaluationConfig(**given))
+        assert plan.extended_context_length == expected
+        assert plan.softmax_temperature == config.evaluation.softmax_temperature
+    with pytest.raises(UserError, match=r"extended-context-length 4 .* memory-length is 3 \(given\); give one of them"):
+        EvaluationPlan.resolve(run, EvaluationConfig(extended_context_length=4, memory_length=3))
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])

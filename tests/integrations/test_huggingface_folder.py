@@ -125,7 +125,7 @@ def test_settings_can_be_changed_when_a_folder_is_opened(tmp_path: Path) -> None
     convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", evaluation_memory_length=99, dropout=0.4)
     assert model(ids(1, 3)).past_key_values.memory.length == 99
-    assert model.model.dropout.p == 0.4
+    assert model.model.output_dropout.p == 0.4
 
 
 def test_run_is_opened_without_a_folder(tmp_path: Path) -> None:

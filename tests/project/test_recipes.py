@@ -29,6 +29,7 @@ PUBLISHED_PARAMETERS = {
     "wikitext-103-large": 257e6,
     "lm1b-base": 0.46e9,
     "lm1b-large": 0.8e9,
+    "ptb": 24e6,
 }
 DIFFERENT_PARAMETERS = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs/fidelity.md explains why
 
@@ -56,7 +57,6 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "tie_projections": model.div_val == 1 and model.d_embed in (None, model.d_model),
         "project_same_width": model.div_val == 1,
         "segment_warmup_steps": train.initial_segment_length is None,
-        "weight_decay": train.optimizer == "adam",
         "muon_momentum": train.optimizer != "muon",
         "muon_learning_rate_ratio": train.optimizer != "muon",
         "ngram_buckets": model.max_ngram == 1,
@@ -64,6 +64,7 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "decay_steps": train.lr_schedule != "wsd",
         "ema_decay": train.weight_average != "ema",
         "average_start_step": train.weight_average == "none",
+        "average_learning_rate": train.weight_average == "none",
         "dynamic": config.evaluation.method != "dynamic",
     }
     unused = WITHOUT_EFFECT | {name for name, is_unused_here in is_unused.items() if is_unused_here}
@@ -87,7 +88,8 @@ def test_recipe_contains_every_setting_its_result_depends_on(name: str) -> None:
 def test_parameters_and_cost_of_a_step_are_right(name: str) -> None:
     """All layers cost the same, so the cost of n layers is extrapolated from that of one and of two."""
     recipe, config = load_recipe(name), run_config(name)
-    sizes = {name: getattr(config.train, name) for name in ("batch_size", "segment_length", "memory_length")}
+    names = ("batch_size", "segment_length", "memory_length", "extended_context_length")
+    sizes = {name: getattr(config.train, name) for name in names}
     one, two = (step_cost(config.model.model_copy(update={"n_layers": n}), **sizes) for n in (1, 2))
     costs = {}
     for kind in ("parameters", "flops", "bytes"):

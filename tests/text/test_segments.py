@@ -44,7 +44,7 @@ def test_each_row_is_a_contiguous_part_of_the_text_with_padding_only_at_its_end(
     num_tokens = len(dataset.tokens)
     inputs, targets, mask = (
         np.concatenate([getattr(batch, name) for batch in batches], axis=1)
-        for name in ("inputs_BT", "targets_BT", "loss_mask_BT")
+        for name in ("inputs_BX", "targets_BT", "loss_mask_BT")
     )
     for row in range(dataset.batch_size):
         start, stop = row * num_tokens // dataset.batch_size, (row + 1) * num_tokens // dataset.batch_size
@@ -56,8 +56,8 @@ def test_each_row_is_a_contiguous_part_of_the_text_with_padding_only_at_its_end(
         assert (inputs[row, length:] == BOS).all()
         assert not targets[row, length:].any()
     for index, batch in enumerate(batches):
-        assert batch.inputs_BT.shape == batch.targets_BT.shape == (dataset.batch_size, dataset.segment_length)
-        assert (batch.inputs_BT.dtype, batch.targets_BT.dtype, batch.loss_mask_BT.dtype) == (np.int64, np.int64, bool)
+        assert batch.inputs_BX.shape == batch.targets_BT.shape == (dataset.batch_size, dataset.segment_length)
+        assert (batch.inputs_BX.dtype, batch.targets_BT.dtype, batch.loss_mask_BT.dtype) == (np.int64, np.int64, bool)
         assert batch.loss_mask_BT.any()
         assert batch.is_first == (index == 0)
 
@@ -78,7 +78,7 @@ def test_shards_concatenate_to_the_batch_of_a_single_process(data: st.DataObject
     position = DatasetPosition()
     for expected in first_epoch(single):
         batches = [shard.read(position) for shard in shards]
-        for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
+        for name in ("inputs_BX", "targets_BT", "loss_mask_BT"):
             np.testing.assert_array_equal(
                 np.concatenate([getattr(batch, name) for batch in batches]), getattr(expected, name)
             )
@@ -136,6 +136,6 @@ def test_sizes_that_do_not_fit_are_refused(
 
 
 def test_training_requires_one_segment_for_each_row() -> None:
-    check_training(dataset_of(15, batch_size=3, segment_length=5))
+    check_training(dataset_of(15, batch_size=3, segment_length=5), 5)
     with pytest.raises(UserError, match=r"14 tokens, .* 3 sequences of 5 tokens needs 15; lower --train.batch-size"):
-        check_training(dataset_of(14, batch_size=3, segment_length=5))
+        check_training(dataset_of(14, batch_size=3, segment_length=5), 5)

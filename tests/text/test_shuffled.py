@@ -51,14 +51,14 @@ def rows_of(dataset: ShuffledDocumentDataset, epoch: int = 0) -> list[list[tuple
     """The (input, target) pairs of each row; checks the padding, which is only at the end of a row."""
     batches = list(read_epoch(dataset, epoch))
     for index, batch in enumerate(batches):
-        assert batch.inputs_BT.shape == batch.targets_BT.shape == (dataset.batch_size, dataset.segment_length)
-        assert (batch.inputs_BT[~batch.loss_mask_BT] == BOS).all()
+        assert batch.inputs_BX.shape == batch.targets_BT.shape == (dataset.batch_size, dataset.segment_length)
+        assert (batch.inputs_BX[~batch.loss_mask_BT] == BOS).all()
         assert (batch.targets_BT[~batch.loss_mask_BT] == 0).all()
         assert batch.loss_mask_BT.any()
         assert batch.is_first == (index == 0)
     inputs, targets, mask = (
         np.concatenate([getattr(batch, name) for batch in batches], axis=1)
-        for name in ("inputs_BT", "targets_BT", "loss_mask_BT")
+        for name in ("inputs_BX", "targets_BT", "loss_mask_BT")
     )
     assert (np.diff(mask.astype(int), axis=1) <= 0).all()
     return [
@@ -122,7 +122,7 @@ def test_shards_concatenate_to_the_batch_of_a_single_process(
     for index, expected in enumerate(read_epoch(single, epoch)):
         position = DatasetPosition(epoch=epoch, segment_index=index)
         batches = [shard.read(position) for shard in shards]
-        for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
+        for name in ("inputs_BX", "targets_BT", "loss_mask_BT"):
             np.testing.assert_array_equal(
                 np.concatenate([getattr(batch, name) for batch in batches]), getattr(expected, name)
             )
@@ -142,7 +142,7 @@ def test_new_dataset_resumes_at_a_position_of_another(
     resumed = replace(dataset, tokens=TokenShards(files))
     for _ in range(5):
         expected, batch = dataset.read(position), resumed.read(position)
-        assert batch.inputs_BT.tolist() == expected.inputs_BT.tolist()
+        assert batch.inputs_BX.tolist() == expected.inputs_BX.tolist()
         assert batch.targets_BT.tolist() == expected.targets_BT.tolist()
         assert batch.is_first == (position.segment_index == 0)
         assert resumed.after(position) == dataset.after(position)

@@ -22,6 +22,7 @@ from transformer_xl.text.segments import DatasetPosition, SegmentDataset, Shard,
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch, trained_targets
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
+from transformer_xl.training.schedules import random_length
 
 
 def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[BatchPosition, StepBatch]]:
@@ -41,6 +42,64 @@ def make_dataset(num_tokens: int, rows: int, segment_length: int, *, shuffled: b
     if not shuffled:
         return SegmentDataset(tokens, **sizes)
     return ShuffledDocumentDataset(tokens, np.arange(0, num_tokens, 3).astype(np.uint64), **sizes, seed=7)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@given(
+    num_tokens=st.integers(40, 307),
+    rows=st.integers(1, 5),
+    context=st.integers(0, 13),
+    is_random=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_inputs_begin_with_the_tokens_before_the_segment(
+    *, shuffled: bool, num_tokens: int, rows: int, context: int, is_random: bool, seed: int
+) -> None:
+    """Each token is a target once, after the tokens of its row before it: `context` of them, if the row has so many.
+
+    Segments have 8 tokens, or random lengths, to which the learning rate is in proportion.
+    """
+    config = TrainConfig(
+        segment_length=8,
+        memory_length=0,
+        batch_size=rows,
+        extended_context_length=context,
+        random_segment_lengths=is_random,
+        seed=seed,
+    )
+    dataset = make_dataset(num_tokens, rows, 1 if is_random else 8, shuffled=shuffled)
+    for epoch in range(2):
+        steps = [step for step in batches_of(dataset, config, epochs=2) if step[0].segment.epoch == epoch]
+        read = [list[int]() for _ in range(rows)]  # the targets of each row so far
+        for position, step in steps:
+            batch, length = step.batch, step.batch.targets_BT.shape[1]
+            num_before = position.segment.segment_index * dataset.segment_length
+            assert batch.inputs_BX.shape == (rows, min(context, num_before) + length)
+            if is_random:
+                longest = max(len(row) for row in rows_of(dataset, epoch)) - num_before
+                assert length == min(random_length(position.step, config), longest)
+            assert step.learning_rate_ratio == (length / 8 if is_random else 1)
+            for row, targets in enumerate(read):
+                count = int(batch.loss_mask_BT[row].sum())
+                assert batch.loss_mask_BT[row].tolist() == [index < count for index in range(length)]
+                new = batch.targets_BT[row, :count].tolist()
+                inputs = batch.inputs_BX[row, : min(context, num_before) + count].tolist()
+                assert inputs[1:] == [*targets, *new][len(targets) - min(context, num_before) : -1] or not count
+                targets += new
+        assert read == rows_of(dataset, epoch)
+        assert Counter(token for targets in read for token in targets) == Counter(range(1, num_tokens + 1))
+
+
+def rows_of(dataset: TokenDataset, epoch: int) -> list[list[int]]:
+    """Return the tokens of each batch row in an epoch."""
+    parts = [
+        dataset.read(DatasetPosition(epoch=epoch, segment_index=index)) for index in range(dataset.segments_in(epoch))
+    ]
+    return [
+        [t for part in parts for t in part.targets_BT[row][part.loss_mask_BT[row]].tolist()]
+        for row in range(dataset.batch_size)
+    ]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -87,11 +146,11 @@ def test_lengths_double_between_segments() -> None:
         segment_length=8, memory_length=12, batch_size=2, initial_segment_length=2, segment_warmup_steps=10
     )
     actual = batches_of(make_dataset(79, 2, 8), config, epochs=1)
-    assert [step.batch.inputs_BT.shape[1] for _, step in actual] == [2] * 8 + [4] * 2 + [8] * 2
+    assert [step.batch.inputs_BX.shape[1] for _, step in actual] == [2] * 8 + [4] * 2 + [8] * 2
     assert [step.memory_length for _, step in actual] == [3] * 8 + [6] * 2 + [12] * 2
     assert [position.part for position, _ in actual] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
     whole = [make_dataset(79, 2, 8).read(DatasetPosition(segment_index=index)) for index in range(5)]
-    for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
+    for name in ("inputs_BX", "targets_BT", "loss_mask_BT"):
         read = np.concatenate([getattr(step.batch, name) for _, step in actual], 1)
         np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
 

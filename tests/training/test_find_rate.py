@@ -47,7 +47,7 @@ def test_short_training_is_a_training(tmp_path: Path, num_train: int, settings: 
         memory = trainer.model.initial_memory(3) if batch.batch.is_first else memory
         with torch.no_grad():
             nats_BT, _, memory = trainer.wrapped_model(
-                torch.from_numpy(batch.batch.inputs_BT), batch.batch.targets_BT, memory
+                torch.from_numpy(batch.batch.inputs_BX), batch.batch.targets_BT, memory
             )
         position = batch.next
         losses += nats_BT[torch.from_numpy(batch.batch.loss_mask_BT)].tolist()

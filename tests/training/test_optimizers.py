@@ -44,6 +44,19 @@ def test_adam_has_the_settings_of_the_paper(make_model) -> None:
     assert group["betas"] == (0.8, 0.95)
 
 
+def test_embedding_has_a_rate_of_its_own_and_adam_regularizes_all_weights(make_model) -> None:
+    model = make_model(max_ngram=2)
+    ratios = {"embedding_learning_rate_ratio": 2.0, "weight_decay": 0.1}
+    embedding, others = groups_of(model, **ratios)
+    assert (embedding["is_embedding"], others["is_embedding"]) == (True, False)
+    assert names_in(model, embedding) == {
+        name for name, _ in model.named_parameters() if name.startswith(("embedding.", "ngrams."))
+    }
+    assert embedding["weight_decay"] == others["weight_decay"] == 0.1
+    marked = [group.get("is_embedding", False) for group in groups_of(model, optimizer="muon", **ratios)]
+    assert marked == [False, False, True, False]
+
+
 @pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
 def test_adamw_decays_only_matrices(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from refusals import txl
+from tensors import assert_same_tensors
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
 from transformer_xl.run_folder import RunFolder, config_text
+from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.trainer import Trainer
 
 
@@ -41,6 +43,31 @@ def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[st
     assert (nats == pytest.approx(expected, rel=1e-5)) == (
         "micro_batch_size" in changed or "activation_checkpointing" in changed
     )
+
+
+def test_random_lengths_with_context_and_averaging_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Stopped in the second epoch, before averaging starts, and again while weights are averaged."""
+    corpus = letters_corpus(tmp_path / "corpus")
+    settings = {
+        "memory_length": 0, "extended_context_length": 6, "random_segment_lengths": True, "max_steps": 23,
+        "weight_average": "uniform", "average_start_step": 15, "average_learning_rate": 0.001, "eval_interval": 4,
+        "embedding_learning_rate_ratio": 2.0, "weight_decay": 0.01,
+    }  # fmt: skip
+    model = {"dropout": 0.2, "embedding_dropout": 0.1, "variational_dropout": True, "activation_penalty": 0.3}
+    whole = start(tmp_path / "whole", corpus, model=model, **settings)
+    whole.run()
+    trainer = start(tmp_path / "run", corpus, model=model, **settings)
+    for step in (9, 18):
+        train_until(trainer, step)
+        trainer = reopened(trainer)
+    trainer.run()
+    assert nats_of(trainer) == nats_of(whole)
+    assert trainer.state.position == whole.state.position
+    assert trainer.state.position.epoch > 0
+    for checkpoint in ("best", "last"):
+        assert_same_tensors(*(load_tensors(one.folder.weights_file(checkpoint))[0] for one in (trainer, whole)))
+    rates = {line["learning_rate"] for line in lines_of(whole, "train") if line["step"] > 15}
+    assert rates == {0.001}
 
 
 # the validation text changes with another corpus, or with another number of its tokens (eval_tokens; None: all)

@@ -31,6 +31,7 @@ from transformer_xl.text.segments import Batch
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.schedules import random_length
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.trainer import Trainer
 
@@ -70,16 +71,21 @@ class SimpleTraining:
             step: index of the step, from 0.
             rate: learning rate of the step.
         """
-        nats, count = self.loss(*next(self.spans))
-        grads = torch.autograd.grad(nats / count, self.weights)
+        position, length = next(self.spans)
+        self.rate_scale = length / self.config.segment_length if self.config.random_segment_lengths else 1.0
+        nats, count = self.loss(position, length)
+        grads = torch.autograd.grad((nats + self.penalties) / count, self.weights)
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         for index, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
-            # Adam with beta1 0.9 and beta2 0.999
-            self.means[index] = 0.9 * self.means[index] + 0.1 * grad * scale
-            self.squares[index] = 0.999 * self.squares[index] + 0.001 * (grad * scale) ** 2
+            # Adam with beta1 0.9 and beta2 0.999, and L2 regularization after clipping
+            grad = grad * scale + self.config.weight_decay * weight.data
+            self.means[index] = 0.9 * self.means[index] + 0.1 * grad
+            self.squares[index] = 0.999 * self.squares[index] + 0.001 * grad**2
             mean, square = self.means[index] / (1 - 0.9 ** (step + 1)), self.squares[index] / (1 - 0.999 ** (step + 1))
-            weight.data -= rate * mean / (square.sqrt() + 1e-8)
+            is_embedding = weight is self.model.embedding.tables[0]
+            ratio = self.config.embedding_learning_rate_ratio if is_embedding else 1.0
+            weight.data -= self.rate_scale * ratio * rate * mean / (square.sqrt() + 1e-8)
         return float(nats.detach()) / count, norm
 
     def loss(self, position: int, length: int) -> tuple[Tensor, int]:
@@ -92,17 +98,36 @@ class SimpleTraining:
             self.memories = [self.model.initial_memory(1, ContextLimits(memory_length=slots)) for _ in range(rows)]
         self.memories = [resized(memory, slots) for memory in self.memories]
         nats, count = torch.zeros((), dtype=torch.float64), 0
+        self.penalties = torch.zeros((), dtype=torch.float64)
+        context = min(self.config.extended_context_length, position)
         for row, (begin, end) in enumerate(edges):
             first = begin + position
             targets = list(self.text[first : min(first + length, end)])
             if not targets:
                 continue
-            inputs = [self.text[first - 1] if first else 10, *targets[:-1]]  # 10: the newline before the text
-            hidden_BTD, self.memories[row] = self.model(torch.tensor([inputs]), self.memories[row])
+            # 10: the newline before the text
+            inputs = [
+                *([] if first - context else [10]),
+                *self.text[max(0, first - context - 1) : first],
+                *targets[:-1],
+            ]
+            hidden_BXD, self.memories[row] = self.model(torch.tensor([inputs]), self.memories[row])
+            assert hidden_BXD.shape[1] == context + len(targets)
+            hidden_BTD = hidden_BXD[:, context:]
+            self.penalties = self.penalties + penalty_by_hand(hidden_BTD[0], self.model.config, length)
             skipped = length // 2 if self.config.loss == "half" else 0
             nats = nats + self.model.nats(hidden_BTD, torch.tensor([targets]))[0, skipped:].sum()
             count += len(targets[skipped:])
         return nats, count
+
+
+def penalty_by_hand(hidden_TD: Tensor, config: Any, length: int) -> Tensor:
+    """Return the penalties of the activations of one row, times the number of its tokens, in a step of some length."""
+    penalty = config.activation_penalty * hidden_TD.square().mean(1).sum()
+    changes = [(after - before).square().mean() for before, after in pairwise(hidden_TD)]
+    if changes:
+        penalty = penalty + config.temporal_activation_penalty * torch.stack(changes).sum() * length / (length - 1)
+    return penalty
 
 
 def resized(memory: Memory, slots: int) -> Memory:
@@ -162,6 +187,26 @@ def test_segment_warmup_equals_simple_training(
         "max_steps": 25,
     }
     trainer = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **sizes | settings)
+    compare_with_simple_training(trainer, text, lengths)
+
+
+@pytest.mark.parametrize("is_random", [False, True])
+def test_regularised_training_equals_simple_training(tmp_path: Path, *, is_random: bool) -> None:
+    """With an extended context of 5 tokens, penalties, L2 regularization, twice the rate for the embedding, and with
+    segments of 7 tokens or random lengths. The rows have 42, 42 and 43 tokens."""
+    text = letters(127, seed=1)
+    model = {"activation_penalty": 0.3, "temporal_activation_penalty": 0.7}
+    model |= {"tie_key_projections": True, "learned_attention_biases": False}
+    trainer = start(
+        tmp_path / "run", make_corpus(tmp_path / "corpus", text), model=model, memory_length=0, max_steps=13,
+        extended_context_length=5, random_segment_lengths=is_random, weight_decay=0.02, max_grad_norm=0.5,
+        embedding_learning_rate_ratio=2.0,
+    )  # fmt: skip
+    lengths, position = [], 0
+    for step in range(13):
+        lengths.append(min(random_length(step, trainer.config), 43 - position) if is_random else 7)
+        position = (position + lengths[-1]) % 43
+    assert not is_random or len(set(lengths)) > 3
     compare_with_simple_training(trainer, text, lengths)
 
 
@@ -252,7 +297,7 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[dict[str, Ten
 
     torch.manual_seed(5)
     batch = random_batch(7, 5, 1)
-    inputs_BT = torch.from_numpy(batch.inputs_BT)
+    inputs_BT = torch.from_numpy(batch.inputs_BX)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         nats, _, _ = ModelWithLoss(model)(inputs_BT, batch.targets_BT, model.initial_memory(7))
     model.zero_grad()

@@ -29,6 +29,8 @@ from training_runs import (
 )
 from typing_extensions import override
 
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.trainer import Trainer, training_dataset
@@ -101,6 +103,17 @@ def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> N
     line = lines_of(trainer, "valid")[-1]
     assert line["nats_per_token"] == pytest.approx(expected, rel=1e-6)
     assert line["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
+
+
+def test_validation_reads_the_extended_context(tmp_path: Path) -> None:
+    corpus = letters_corpus(tmp_path / "corpus")
+    settings = {"memory_length": 0, "extended_context_length": 5, "random_segment_lengths": True, "max_steps": 9}
+    trainer = start(tmp_path / "run", corpus, model={"embedding_dropout": 0.3}, **settings)
+    trainer.run()
+    plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(0), extended_context_length=5)
+    model, tokens = trainer.folder.load_model(CPU, "last"), corpus.split("valid").tokens
+    (line,) = lines_of(trainer, "valid")
+    assert line["nats_per_token"] == pytest.approx(validation_nats(model, tokens, plan=plan) / 41, rel=1e-6)
 
 
 def test_eval_tokens_truncates_the_validation_text(tmp_path: Path) -> None:

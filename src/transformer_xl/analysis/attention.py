@@ -183,6 +183,7 @@ def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | 
     """Resolve the settings, with memory for `max_distance` tokens unless its length is set."""
     plan = EvaluationPlan.resolve(run, config)
     if max_distance is None:
+        plan.refuse_extended_context("an analysis of attention")
         return plan
     if config.memory_length is None and plan.context_limits.memory_length < max_distance:
         plan = EvaluationPlan.resolve(run, config.model_copy(update={"memory_length": max_distance}))

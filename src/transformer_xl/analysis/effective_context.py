@@ -83,9 +83,9 @@ class GroupModel:
     def max_visible_tokens(self) -> int | None:
         """Maximum number of tokens before the predicted one that this model can see, or None if it has memory.
 
-        A model without memory sees those of its segment.
+        A model without memory sees those of its segment, and of the extended context.
         """
-        return None if self.plan.context_limits.memory_length else self.plan.segment_length
+        return None if self.plan.context_limits.memory_length else self.plan.num_inputs
 
     def num_inputs(self, context: int) -> int:
         """Return how many tokens the model processes when it may see `context` of them."""
@@ -113,7 +113,7 @@ class GroupModel:
             context: c, in tokens.
             progress: called with the number of tokens processed since the last call.
         """
-        model, segment_length = self.model, self.plan.segment_length
+        model, segment_length = self.model, self.plan.num_inputs
         device, num_inputs = next(model.parameters()).device, self.num_inputs(context)
         lengths = [(num_inputs - 1) % segment_length + 1] + [segment_length] * ((num_inputs - 1) // segment_length)
         losses: list[torch.Tensor] = []
@@ -136,7 +136,7 @@ class GroupModel:
             f"a context of {num_inputs:,} tokens",
             self.model,
             num_rows=batch_size,
-            num_new=min(num_inputs, self.plan.segment_length),
+            num_new=min(num_inputs, self.plan.num_inputs),
             num_slots=num_slots,
             dtype=self.plan.dtype,
             advice="lower max_context or memory_length",

@@ -51,6 +51,9 @@ class EvaluationConfig(Settings):
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
     """Number of memory slots, one for each token; none: the length that was best on the validation text when training
     ended, or train.memory_length where none was measured. Can be much larger than in training."""
+    extended_context_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """Without memory: tokens before each segment that are read again with it and not scored; none: that of training, or
+    0 with memory."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Maximum number of keys that a query attends to, including its own position; default: model.attention_window; none
     removes that limit. With a memory of attention_window - 1 tokens or more, the segment length changes no result."""
@@ -65,6 +68,8 @@ class EvaluationConfig(Settings):
     on. Fewer are faster and less exact. Not related to the warm-up of training."""
     reset_memory: bool = False
     """Score each document as if it were the only text; otherwise memory continues from one document to the next."""
+    softmax_temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Logits are divided by this before the softmax; above 1, probabilities are less confident."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it."""
     dynamic: DynamicConfig = DynamicConfig()

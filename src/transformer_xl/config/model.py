@@ -47,6 +47,22 @@ class BaseModelConfig(Settings):
     """D: width of the hidden states; even, because sinusoidal position encodings are half sines and half cosines."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Probability that dropout zeroes an activation in training."""
+    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that a step of training drops a token of the vocabulary: its embedding is 0 wherever it occurs,
+    except at the beginning of a sequence (Gal and Ghahramani 2016)."""
+    input_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout of the embedded tokens and of the encodings of relative positions; none: dropout."""
+    output_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout of the last hidden states, before the softmax; none: dropout."""
+    variational_dropout: bool = False
+    """Drop the same activations of all tokens of a sequence in a step, with a mask for each sequence; attention
+    probabilities keep a mask of their own for each token."""
+    activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Added to the training loss: this times the mean square of the last hidden states before dropout (Merity et al.
+    2017)."""
+    temporal_activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Added to the training loss: this times the mean square of the change of the last hidden states from each token to
+    the next."""
     d_embed: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """E: width of a token embedding, which is projected to d_model; none: d_model, and no projection."""
     cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_integers)] = ()
@@ -205,6 +221,8 @@ class TransformerConfig(BaseModelConfig):
 class RelativeConfig(TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
 
+    qkv_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the queries, keys and values of each layer, and of its position keys."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head, with learned scales (Henry et al. 2020)."""
     attend_empty_memory: bool = False
@@ -220,8 +238,20 @@ class TransformerXLConfig(RelativeConfig):
     """Transformer-XL (Dai et al. 2019)."""
 
     architecture: Literal["transformer-xl"] = "transformer-xl"
+    learned_attention_biases: bool = True
+    """Learn content_bias and position_bias (the paper's u and v); false: in each layer, both are the query of the
+    encoding of distance 0."""
     tie_attention_biases: bool = True
-    """Share one pair of content_bias and position_bias (the paper's u and v) between all layers."""
+    """Share one pair of content_bias and position_bias between all layers."""
+    tie_key_projections: bool = False
+    """Project the encodings of distances with the weights of the keys (W_{k,R} = W_{k,E}); false: with weights of their
+    own."""
+
+    @property
+    @override
+    def unused(self) -> dict[str, str]:
+        tied = {} if self.learned_attention_biases else {"tie_attention_biases": "learned_attention_biases true"}
+        return super().unused | tied
 
 
 class ShawConfig(RelativeConfig):

@@ -107,24 +107,31 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         model, train, evaluation = self.model, self.train, self.evaluation
-        distances = train.segment_length + train.memory_length
+        distances = train.num_inputs + train.memory_length
         if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
                 f"model.max_relative_positions {model.max_relative_positions:,} is more than the number of distances; "
-                f"give {distances:,} (train.segment_length + train.memory_length) at most, or none"
+                f"give {distances:,} (what a step of training reads, and train.memory_length) at most, or none"
             )
-        if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.segment_length:
+        if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.num_inputs:
             raise ValueError(
                 f"model.max_position_embeddings {model.max_position_embeddings:,} is more than the number of "
-                f"positions; give {train.segment_length:,} (train.segment_length) at most, or none"
+                f"positions; give {train.num_inputs:,} (what a step of training reads) at most, or none"
             )
-        model.check_context_limits(segment_length=train.segment_length, memory_length=train.memory_length)
+        if isinstance(model, AlRfouConfig) and train.random_segment_lengths:
+            raise ValueError("train.random_segment_lengths needs positions of any number, and al-rfou learns each")
+        model.check_context_limits(segment_length=train.num_inputs, memory_length=train.memory_length)
         model.check_context_limits(
-            segment_length=evaluation.segment_length or 1,
+            segment_length=(evaluation.segment_length or 1) + (evaluation.extended_context_length or 0),
             memory_length=evaluation.memory_length or 0,
             attention_window=evaluation.attention_window,
             clamp_length=evaluation.clamp_length,
         )
+        if evaluation.extended_context_length and evaluation.memory_length:
+            raise ValueError(
+                f"evaluation.extended_context_length {evaluation.extended_context_length:,} is for evaluation without "
+                f"memory, and evaluation.memory_length is {evaluation.memory_length:,}; set one of them to 0"
+            )
         if isinstance(model, RecurrentConfig) and train.compile != "none":
             raise ValueError(f"train.compile {train.compile} is not for {model.architecture}; give none")
         return self
@@ -144,9 +151,9 @@ class RunConfig(Settings):
         """Return the settings with the defaults that depend on training lengths filled in, as a run stores them."""
         model, train = self.model, self.train
         if isinstance(model, ShawConfig) and model.max_relative_positions is None:
-            defaults = {"max_relative_positions": train.segment_length + train.memory_length}
+            defaults = {"max_relative_positions": train.num_inputs + train.memory_length}
         elif isinstance(model, AlRfouConfig) and model.max_position_embeddings is None:
-            defaults = {"max_position_embeddings": train.segment_length}
+            defaults = {"max_position_embeddings": train.num_inputs}
         else:
             return self
         return self.model_copy(update={"model": model.model_copy(update=defaults)})

@@ -16,6 +16,12 @@ class TrainConfig(Settings):
     """T: number of tokens of each sequence of the batch in one step."""
     memory_length: int = Field(default=128, ge=0, le=INT32_MAX)
     """M: number of memory slots (tokens) in training."""
+    extended_context_length: int = Field(default=0, ge=0, le=INT32_MAX)
+    """Without memory: tokens before each segment that are read again with it, with gradients and without loss."""
+    random_segment_lengths: bool = False
+    """Draw the segment length of each step: from a normal distribution with mean segment_length, in 5% of the steps
+    half of it, and standard deviation 5, at least 5; the learning rate of a step is scaled by its length (Merity et
+    al. 2017)."""
     batch_size: int = Field(default=16, gt=0, le=INT32_MAX)
     """B: sequences of one optimizer step, over all processes; each is a different part of the text."""
     micro_batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
@@ -41,9 +47,12 @@ class TrainConfig(Settings):
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
     the same size."""
+    embedding_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
+    both have the same rate."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Decoupled weight decay of matrices, only with adamw and muon: each step subtracts this times the learning rate
-    times the weight."""
+    """With adamw and muon, decoupled weight decay of matrices: each step subtracts this times the learning rate times
+    the weight. With adam, L2 regularization: this times the weight is added to the gradient of every weight."""
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning rate after the warm-up: cosine decay, or stable and then linear decay (wsd)."""
     warmup_steps: int = Field(default=100, ge=0, le=INT32_MAX)
@@ -60,6 +69,9 @@ class TrainConfig(Settings):
     """With ema: decay of the average at each step."""
     average_start_step: int = Field(default=0, ge=0, le=INT32_MAX)
     """Number of steps before averaging starts; until then the current weights are used as the average."""
+    average_learning_rate: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Constant learning rate while weights are averaged; lr_schedule then ends at average_start_step; none: lr_schedule
+    goes on to max_steps."""
     max_grad_norm: float = Field(default=0.25, gt=0)
     """Gradients whose norm over all parameters is larger are scaled down to this norm."""
     shuffle_documents: bool = False
@@ -92,14 +104,13 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
-        if self.optimizer == "adam" and self.weight_decay:
-            raise ValueError(f"weight_decay {self.weight_decay:g} needs optimizer adamw or muon; adam has none")
         if self.decay_steps and self.lr_schedule != "wsd":
             raise ValueError(f"decay_steps {self.decay_steps:,} needs lr_schedule wsd; leave it out with cosine")
-        if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > self.max_steps:
+        if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > self.schedule_steps:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps:,} and decay_steps {self.decay_steps:,} are together more than "
-                f"max_steps {self.max_steps:,}"
+                f"{'max_steps' if self.schedule_steps == self.max_steps else 'average_start_step'} "
+                f"{self.schedule_steps:,}"
             )
         if self.weight_average != "none" and self.average_start_step >= self.max_steps:
             raise ValueError(
@@ -110,6 +121,14 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
+        if self.extended_context_length and self.memory_length:
+            raise ValueError(
+                f"extended_context_length {self.extended_context_length:,} is for training without memory, and "
+                f"memory_length is {self.memory_length:,}; set one of them to 0"
+            )
+        if self.random_segment_lengths and (self.compile != "none" or self.segment_warmup_steps):
+            other = f"compile {self.compile}" if self.compile != "none" else "segment_warmup_steps"
+            raise ValueError(f"{other} needs segments of fixed lengths; leave it or random_segment_lengths out")
         if (self.micro_batch_size or 0) > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size:,} is more than batch_size {self.batch_size:,}")
         if (self.initial_segment_length is None) != (self.segment_warmup_steps == 0):
@@ -139,8 +158,21 @@ class TrainConfig(Settings):
             "muon_learning_rate_ratio": "" if self.optimizer == "muon" else "optimizer muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
+            "average_learning_rate": "" if self.weight_average != "none" else "weight_average ema or uniform",
         }
         return {name: need for name, need in needed.items() if need}
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of tokens that a sequence reads in a step: those of a segment and of its extended context."""
+        return self.segment_length + self.extended_context_length
+
+    @property
+    def schedule_steps(self) -> int:
+        """Number of steps of lr_schedule; with average_learning_rate, fewer than max_steps."""
+        if self.weight_average == "none" or self.average_learning_rate is None:
+            return self.max_steps
+        return self.average_start_step
 
     @property
     def num_doublings(self) -> int:

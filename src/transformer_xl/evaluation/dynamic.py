@@ -11,7 +11,7 @@ where rms is the root of the mean squared gradient over segments of the training
 settings (`DynamicConfig`). Memory continues from segment to segment and holds hidden states, as in training: cached
 keys and values would have been computed with older weights.
 
-Shape suffixes: B batch size (1), T new tokens, D model width, K tokens of a text.
+Shape suffixes: B batch size (1), T new tokens, X = T and their extended context, D model width, K tokens of a text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
 
 def _require_memory(model: LanguageModel, weights: list[nn.Parameter], num_tokens: int, plan: EvaluationPlan) -> None:
     """Check that a second copy of the weights, their gradients and one training step of a segment can fit."""
-    memory_length, num_new = plan.context_limits.memory_length, min(plan.segment_length, num_tokens)
+    memory_length = plan.context_limits.memory_length
+    num_new = min(plan.segment_length + plan.extended_context_length, num_tokens)
     activations = 2 * min_activations(model.config, segment_length=num_new, memory_length=0)  # 2 bytes in bfloat16
     cache = 4 * min_cache(model.config, memory_length, training=True)
     uses = [
@@ -134,10 +135,11 @@ def _read_with_gradients(
     memory: Memory = model.initial_memory(1, plan.context_limits)
     for offset in range(0, sequence.length, plan.segment_length):
         length = min(plan.segment_length, sequence.length - offset)
-        inputs_BT, targets_BT = segment_tensors(text, [sequence], offset, length)
+        context_length = min(plan.extended_context_length, offset)
+        inputs_BX, targets_BT = segment_tensors(text, [sequence], offset, length, context_length=context_length)
         with compute_context(device, plan.dtype, gradients=True):
-            hidden_BTD, memory = model(inputs_BT.to(device), memory)
-            nats_BT = model.nats(hidden_BTD, targets_BT)
+            hidden_BXD, memory = model(inputs_BX.to(device), memory)
+            nats_BT = model.nats(hidden_BXD[:, -length:], targets_BT, temperature=plan.softmax_temperature)
         # allow_unused: some weights may not affect the loss, such as those of an adaptive softmax's tails
         gradients = torch.autograd.grad(nats_BT.mean(), weights, allow_unused=True, materialize_grads=True)
         yield nats_BT.detach(), gradients

@@ -63,6 +63,10 @@ class EvaluationResult(Displayed, Sums):
     """Maximum number of keys that a query sees, itself included, or None for no limit."""
     clamp_length: int | None
     """Distances above this are treated as this one; None for no limit."""
+    extended_context_length: int
+    """Tokens before each segment that were read again with it."""
+    softmax_temperature: float
+    """Divisor of the logits."""
     batch_size: int | None
     """Sequences read at once, or None if it was chosen automatically."""
     warmup_tokens: int | None

@@ -6,7 +6,10 @@ token has the same position in the same segment as in the text read as one seque
 warm-up covers the receptive field, each token also has the same loss. With `reset_memory` no sequence crosses a
 document boundary; otherwise the whole text counts as one document.
 
-Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width, K tokens of a text.
+Without memory, each segment can be read after an extended context: the tokens before it, again and unscored.
+
+Shape suffixes: N documents, Q sequences, B batch size, T new tokens, X = T and their extended context, D model width,
+K tokens of a text.
 """
 
 from __future__ import annotations
@@ -60,9 +63,12 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
     state in the oldest slot was computed in its own segment, which may have begun T - 1 tokens earlier, and could see M
     slots before that segment; so each further layer adds M, rounded up to whole segments. An attention window limits
     each layer to attention_window - 1 tokens back. The state of a recurrent model depends on all earlier tokens.
+    Without memory, losses depend on the tokens of the extended context.
     """
     memory, num_layers = plan.context_limits.memory_length, len(model.layers)
-    if memory and isinstance(model.config, RecurrentConfig):
+    if not memory:
+        return plan.extended_context_length
+    if isinstance(model.config, RecurrentConfig):
         return None
     through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
     window = plan.context_limits.attention_window
@@ -204,7 +210,13 @@ def _read_batch(
         memory = model.inference_memory(len(batch), context_limits)
     for offset in range(0, longest, segment_length):
         batch_size = sum(sequence.length > offset for sequence in batch)
-        inputs_BT, targets_BT = segment_tensors(text, batch[:batch_size], offset, min(segment_length, longest - offset))
+        inputs_BX, targets_BT = segment_tensors(
+            text,
+            batch[:batch_size],
+            offset,
+            min(segment_length, longest - offset),
+            context_length=min(plan.extended_context_length, offset),
+        )
         scored = [
             ScoredSpan(row=row, position=position, length=min(segment_length, sequence.end - position))
             for row, sequence in enumerate(batch[:batch_size])
@@ -213,27 +225,34 @@ def _read_batch(
         with compute_context(device, plan.dtype):
             if batch_size < memory.batch_size:
                 memory = memory.select(range(batch_size))
-            hidden_BTD, memory = model(inputs_BT.to(device), memory)
-            nats_BT = model.nats(hidden_BTD, targets_BT) if scored else None
+            hidden_BXD, memory = model(inputs_BX.to(device), memory)
+            nats_BT = None
+            if scored:
+                hidden_BTD = hidden_BXD[:, -targets_BT.shape[1] :]
+                nats_BT = model.nats(hidden_BTD, targets_BT, temperature=plan.softmax_temperature)
         if nats_BT is not None:
             yield nats_BT, scored
 
 
-def segment_tensors(text: TokenizedText, batch: list[TextSequence], offset: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (B, T) of a segment, padded on the right, where no scored token attends.
+def segment_tensors(
+    text: TokenizedText, batch: list[TextSequence], offset: int, length: int, *, context_length: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return inputs (B, X) and targets (B, T) of a segment, padded on the right, where no scored token attends.
 
     Args:
         text: the text.
         batch: sequences that are longer than `offset`.
         offset: number of tokens of each sequence before the segment.
         length: T.
+        context_length: number of tokens before the segment that the inputs begin with, at most `offset`.
     """
-    inputs_BT = np.full((len(batch), length), text.bos_token_id, dtype=np.int64)
+    inputs_BX = np.full((len(batch), context_length + length), text.bos_token_id, dtype=np.int64)
     targets_BT = np.zeros((len(batch), length), dtype=np.int64)
     for row, sequence in enumerate(batch):
         start = sequence.first + offset
         end = min(start + length, sequence.end)
         targets_BT[row, : end - start] = text.tokens_K[start:end]
-        num_bos = 1 if start == sequence.document_start else 0
-        inputs_BT[row, num_bos : end - start] = text.tokens_K[start - 1 + num_bos : end - 1]
-    return torch.from_numpy(inputs_BT), torch.from_numpy(targets_BT)
+        first = start - context_length
+        num_bos = 1 if first == sequence.document_start else 0
+        inputs_BX[row, num_bos : end - first] = text.tokens_K[first - 1 + num_bos : end - 1]
+    return torch.from_numpy(inputs_BX), torch.from_numpy(targets_BT)

@@ -65,6 +65,10 @@ class EvaluationPlan:
     """How the text is read: the module of this package with that name."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
+    extended_context_length: int = 0
+    """Tokens before each segment that are read again with it; above 0 only without memory."""
+    softmax_temperature: float = 1.0
+    """Divisor of the logits."""
     memory_length_reason: str = field(default="given", compare=False)
     """Why the memory has this length."""
     memoryless: str = ""
@@ -117,17 +121,30 @@ class EvaluationPlan:
         window, clamp = limit("attention_window"), limit("clamp_length")
         memory_length, reason = run.train.memory_length, "as trained"
         if merged.memory_length is not None:
-            is_given = overrides.memory_length is not None
-            memory_length, reason = merged.memory_length, "given" if is_given else "evaluation.memory_length of the run"
+            reason = "evaluation.memory_length of the run" if overrides.memory_length is None else "given"
+            memory_length = merged.memory_length
         elif memory_lengths is not None and merged.method != "sliding-window":
             measured = memory_lengths.segment_length, memory_lengths.attention_window, memory_lengths.clamp_length
             if measured == (segment_length, window, clamp):
                 memory_length, reason = memory_lengths.chosen, memory_lengths.describe()
             else:
                 reason = "as trained; the best was measured with another segment, window or clamp length"
+        is_given = overrides.extended_context_length is not None
+        extended = overrides.extended_context_length if is_given else run.evaluation.extended_context_length
+        if extended is None:
+            extended = run.train.extended_context_length
+        if memory_length and not is_given:
+            extended = 0
+        if extended and memory_length:
+            raise UserError(
+                f"extended-context-length {extended:,} is for evaluation without memory, and memory-length is "
+                f"{memory_length:,} ({reason}); give one of them as 0"
+            )
         return EvaluationPlan(
             segment_length=segment_length,
             context_limits=ContextLimits(memory_length, window, clamp),
+            extended_context_length=extended,
+            softmax_temperature=merged.softmax_temperature,
             memory_length_reason=reason,
             batch_size=merged.batch_size,
             warmup_tokens=merged.warmup_tokens,
@@ -140,10 +157,30 @@ class EvaluationPlan:
         )
 
     @property
+    def num_inputs(self) -> int:
+        """Number of tokens read in each step: those of a segment and of the extended context."""
+        return self.segment_length + self.extended_context_length
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of method dynamic: the one that is set, or the default of its optimizer."""
         rate = self.dynamic.learning_rate
         return _LEARNING_RATES[self.dynamic.optimizer] if rate is None else rate
+
+    def refuse_extended_context(self, what: str) -> None:
+        """Refuse a run with an extended context where it cannot be read.
+
+        Args:
+            what: what reads no extended context; the message begins with it.
+
+        Raises:
+            UserError: the plan has an extended context.
+        """
+        if self.extended_context_length:
+            raise UserError(
+                f"{what} cannot read the extended context of {self.extended_context_length:,} tokens that this run "
+                "has; give a memory length, or use txl evaluate, score or generate"
+            )
 
     @property
     def needs_train_split(self) -> bool:
@@ -161,6 +198,8 @@ class EvaluationPlan:
             "method_settings": method_settings,
             "segment_length": self.segment_length,
             **asdict(self.context_limits),
+            "extended_context_length": self.extended_context_length,
+            "softmax_temperature": self.softmax_temperature,
             "memory_length_reason": self.memory_length_reason,
             "batch_size": self.batch_size,
             "warmup_tokens": self.warmup_tokens,

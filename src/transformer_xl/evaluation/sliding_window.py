@@ -80,6 +80,6 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
             with compute_context(device, plan.dtype):
                 tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
                 hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
-                nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1)
+                nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1, temperature=plan.softmax_temperature)
             # the last tokens of the windows are consecutive tokens of the text: one row of losses
             yield nats_B1.transpose(0, 1), [ScoredSpan(row=0, position=start, length=end - start)]

@@ -299,7 +299,7 @@ def inference_context(
         model = with_matrices_in(model, torch.bfloat16)
     with autocast(device, config.dtype):
         if memory is None:
-            limits, segment_length = memory_plan(run, config).context_limits, run.config.train.segment_length
+            limits, segment_length = memory_plan(run, config).context_limits, run.config.train.num_inputs
             _require_memory(model, config, batch_size, limits.memory_length or segment_length - 1)
             memory = run.model.generation_memory(batch_size, limits, segment_length=segment_length)
         else:

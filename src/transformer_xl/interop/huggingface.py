@@ -175,7 +175,13 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     model = config.model
     if not isinstance(model, TransformerXLConfig):
         raise UserError(f"TransfoXL cannot express {model.architecture}, only Transformer-XL itself")
-    for name, expressible in {"max_ngram": 1, "qk_norm": False}.items():
+    expressible_values = {
+        "max_ngram": 1,
+        "qk_norm": False,
+        "learned_attention_biases": True,
+        "tie_key_projections": False,
+    }
+    for name, expressible in expressible_values.items():
         if (value := getattr(model, name)) != expressible:
             raise UserError(f"TransfoXL cannot express a model with {name} {str(value).lower()}: it has no such part")
     if model.norm_first and model.final_norm:

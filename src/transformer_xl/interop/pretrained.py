@@ -76,8 +76,12 @@ def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> di
     Returns:
         the settings of the model by their names; `segment_length` and `memory_length` of training; and the lengths
         with which `evaluate` and `generate` use these weights, which begin with `evaluation_`.
+
+    Raises:
+        UserError: the run has an extended context.
     """
     plan = EvaluationPlan.resolve(config, memory_lengths=memory_lengths)
+    plan.refuse_extended_context("a model in transformers")
     limits = plan.context_limits
     values = config.model.model_dump(mode="json")
     values = {theirs: values[ours] for ours, theirs in setting_names(config.model.architecture).items()}

@@ -155,8 +155,10 @@ class AdaptiveSoftmax(_ClusterTables):
             parts_BTV.append(head_BTV[..., num_head + index - 1, None] + in_tail_BTV)
         return torch.cat(parts_BTV, -1)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the loss of each target in nats, shape (B, T), float32 or float64, in input order.
+
+        Without tails, the logits are divided by the temperature; with tails it must be 1.
 
         The positions of each tail are selected on the CPU. If the targets are on the CPU, as in training and
         evaluation, this does not synchronize with the device; otherwise they are copied to the CPU first.
@@ -166,7 +168,8 @@ class AdaptiveSoftmax(_ClusterTables):
         if not self.num_tails:
             target_K = to_device(targets_BT.flatten(), device)
             assert_in_vocabulary(targets_BT, self.edges[-1])  # the cross-entropy ignores the target -100
-            return self._cluster_losses(hidden_KD, 0, target_K).view(targets_BT.shape)
+            return self._cluster_losses(hidden_KD, 0, target_K, temperature).view(targets_BT.shape)
+        assert temperature == 1
         target_K = targets_BT.flatten().cpu().contiguous()  # of one target a row, flatten returns a view with gaps
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
@@ -216,12 +219,16 @@ class AdaptiveSoftmax(_ClusterTables):
         local_K = F.pad(target_K[index_K] - self.edges[index], (0, num_padding))
         return F.pad(index_K, (0, num_padding)), local_K, is_target_K
 
-    def _cluster_losses(self, hidden_KD: Tensor, index: int, target_K: Tensor) -> Tensor:
+    def _cluster_losses(self, hidden_KD: Tensor, index: int, target_K: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the losses of targets in a cluster; a target is the index of one of the cluster's logits."""
         num_logits = self.edges[index + 1] - self.edges[index] + (0 if index else self.num_tails)
         if fits_at_once(len(hidden_KD), num_logits):
-            return cross_entropy(self._cluster_logits(hidden_KD, index), target_K)
-        return linear_cross_entropy(self._to_cluster_width(hidden_KD, index), *self._cluster_weights(index), target_K)
+            logits_KV = self._cluster_logits(hidden_KD, index)
+            return cross_entropy(logits_KV if temperature == 1 else logits_KV / temperature, target_K)
+        hidden_KE, (weight_VE, bias_V) = self._to_cluster_width(hidden_KD, index), self._cluster_weights(index)
+        if temperature != 1:
+            hidden_KE, bias_V = hidden_KE / temperature, bias_V / temperature
+        return linear_cross_entropy(hidden_KE, weight_VE, bias_V, target_K)
 
     def _cluster_logits(self, hidden_KD: Tensor, index: int) -> Tensor:
         """Return the logits (K, V) of a cluster's tokens; for the head, those of the tails follow."""

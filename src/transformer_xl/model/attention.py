@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeConfig, TransformerConfig
+from transformer_xl.config import RelativeConfig, TransformerConfig, TransformerXLConfig
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
@@ -33,6 +33,8 @@ class AttentionContext:
     """P: number of distances with different position keys."""
     encoding_PD: Tensor | None
     """Encodings of the distances P - 1, ..., 1, 0, or None if every layer's cache already holds its position keys."""
+    zero_distance_D: Tensor
+    """Encoding of the distance 0, the last of `encoding_PD`."""
     mask: AttentionMask
     """Which keys a query attends to."""
     lengths_B: Tensor | None
@@ -45,7 +47,7 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class Biases:
-    """The learned vectors that a layer adds to its queries in the products with keys and with position keys."""
+    """The vectors that a layer adds to its queries in the products with keys and with position keys."""
 
     content_NH: Tensor
     """The paper's u."""
@@ -99,16 +101,18 @@ class RelativeAttention(nn.Module):
         self.q_proj = FewRowsLinear(config.d_model, inner, bias=False)
         self.k_proj = FewRowsLinear(config.d_model, inner, bias=False)
         self.v_proj = FewRowsLinear(config.d_model, inner, bias=False)
-        self.r_proj = FewRowsLinear(config.d_model, inner, bias=False)
+        is_tied = isinstance(config, TransformerXLConfig) and config.tie_key_projections
+        self.r_proj = None if is_tied else FewRowsLinear(config.d_model, inner, bias=False)
         self.o_proj = FewRowsLinear(inner, config.d_model, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.dropout = FastDropout(config.dropout)
+        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
+        self.qkv_dropout = FastDropout(config.qkv_dropout, variational=config.variational_dropout)
 
     @override
     def forward(
-        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases
+        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases | None
     ) -> tuple[Tensor, LayerCache]:
         """Attend to memory and new tokens.
 
@@ -118,7 +122,7 @@ class RelativeAttention(nn.Module):
             x_BTD: the layer's input.
             cache: the layer's cache of earlier tokens.
             context: inputs that all layers share.
-            biases: content and position bias of this layer.
+            biases: content and position bias of this layer, or None if both are the query of distance 0.
 
         Returns:
             the sum of input and attention (B, T, D), and the next cache.
@@ -127,7 +131,7 @@ class RelativeAttention(nn.Module):
         return self.output(x_BTD, context.attend(inputs, context.mask, context.dropout)), cache
 
     def attention_inputs(
-        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases
+        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases | None
     ) -> tuple[AttentionInputs, LayerCache]:
         """Return the inputs of the attention kernel, and the next cache; arguments are as for `forward`."""
         new_BTD = self.norm(x_BTD) if self.norm_first else x_BTD
@@ -140,6 +144,11 @@ class RelativeAttention(nn.Module):
             k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context.lengths_B)
             r_PNH = self.position_keys(context)
             cache = cache.append(x_BTD, context.lengths_B)
+        # after memory and new tokens are joined, which may share a mask
+        q_BTNH, k_BSNH, v_BSNH = (self.qkv_dropout(states) for states in (q_BTNH, k_BSNH, v_BSNH))
+        r_PNH = self.qkv_dropout(r_PNH, token_dim=0)
+        if biases is None:
+            biases = self._zero_distance_query(context)
         # in the dtype of q, because under autocast projections are bfloat16 and biases float32
         content_bias_NH, position_bias_NH = biases.content_NH.to(q_BTNH.dtype), biases.position_NH.to(q_BTNH.dtype)
         return AttentionInputs(q_BTNH, k_BSNH, v_BSNH, r_PNH, content_bias_NH, position_bias_NH), cache
@@ -157,7 +166,15 @@ class RelativeAttention(nn.Module):
     def position_keys(self, context: AttentionContext) -> Tensor:
         """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0."""
         assert context.encoding_PD is not None
-        return self.r_proj(context.encoding_PD.to(self.r_proj.weight.dtype)).unflatten(-1, self.head_shape)
+        projection = self.k_proj if self.r_proj is None else self.r_proj
+        return projection(context.encoding_PD.to(projection.weight.dtype)).unflatten(-1, self.head_shape)
+
+    def _zero_distance_query(self, context: AttentionContext) -> Biases:
+        """Return the query of the encoding of distance 0, R[0] in the paper, as both biases."""
+        encoding_1D = context.zero_distance_D[None].to(self.q_proj.weight.dtype)
+        query_1NH = self.q_proj(encoding_1D).unflatten(-1, self.head_shape)
+        query_NH = self.qkv_dropout(query_1NH, token_dim=0)[0]
+        return Biases(query_NH, query_NH)
 
     def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, S, N, H) of memory and new tokens.
@@ -183,8 +200,8 @@ class FeedForward(nn.Module):
         self.up_proj = FewRowsLinear(config.d_model, config.d_ff)
         self.down_proj = FewRowsLinear(config.d_ff, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.relu_dropout = FastDropout(config.dropout, relu=True)
-        self.dropout = FastDropout(config.dropout)
+        self.relu_dropout = FastDropout(config.dropout, relu=True, variational=config.variational_dropout)
+        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -204,7 +221,7 @@ class Layer(nn.Module):
 
     @override
     def forward(
-        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases
+        self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases | None
     ) -> tuple[Tensor, LayerCache]:
         """Return the next layer's input (B, T, D), and the next cache; arguments as for `RelativeAttention`."""
         x_BTD, cache = self.attention(x_BTD, cache, context, biases)

@@ -3,7 +3,8 @@
 Cutoffs are the token ids at which the vocabulary is divided into the head and the tails of an adaptive softmax
 (`adaptive.py`). Token ids are in descending order of frequency.
 
-Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, G candidate cutoffs.
+Shape suffixes: B batch size, T new tokens, X = T and their extended context, D model width, V vocabulary, G candidate
+cutoffs.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class StepCost:
         return self.state_bytes + self.activation_bytes + self.memory_bytes
 
 
-def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memory_length: int) -> StepCost:
+def step_cost(
+    config: ModelConfig, *, batch_size: int, segment_length: int, memory_length: int, extended_context_length: int = 0
+) -> StepCost:
     """Return the cost of one training step, measured by running it on torch's meta device, which computes no values.
 
     Targets follow Zipf's law, so that each tail of an adaptive softmax has as many targets as in natural text. FLOPs
@@ -107,8 +110,9 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
         batch_size: number of sequences.
         segment_length: new tokens of each sequence.
         memory_length: memory slots, all of them filled.
+        extended_context_length: tokens before the segment that are read with it.
     """
-    shape = (batch_size, segment_length, memory_length)
+    shape = (batch_size, segment_length, memory_length, extended_context_length)
     flops_config = config
     if isinstance(config, RelativeConfig):  # FlopCounterMode can count the backward pass of sdpa only
         flops_config = config.model_copy(update={"attn_implementation": "sdpa"})
@@ -135,7 +139,12 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
 
 
 def _run_step(
-    config: ModelConfig, batch_size: int, segment_length: int, memory_length: int, context: AbstractContextManager[Any]
+    config: ModelConfig,
+    batch_size: int,
+    segment_length: int,
+    memory_length: int,
+    extended_context_length: int,
+    context: AbstractContextManager[Any],
 ) -> tuple[LanguageModel, Memory]:
     """Run the forward and backward pass of one training step on the meta device, within a context.
 
@@ -147,10 +156,11 @@ def _run_step(
         memory = model.initial_memory(batch_size)
         if memory_length:
             _, memory = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), memory)
-    tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64, device="meta")
+    num_inputs = extended_context_length + segment_length
+    tokens_BX = torch.zeros(batch_size, num_inputs, dtype=torch.int64, device="meta")
     targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
     with context:
-        losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
+        losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BX, targets_BT, memory, progress=0.0)
         (losses_BT + auxiliary_BT).sum().backward()
     return model, memory
 

@@ -3,6 +3,8 @@
 In this implementation each element needs 16 random bits (so p is rounded to a multiple of 1 / 65,536), one int64 random
 number serves four elements, and a mask takes one byte for each element. As in torch's dropout, random numbers come from
 torch's global random state.
+
+Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,24 +25,52 @@ class FastDropout(nn.Module):
     On devices other than the CPU it is torch's dropout. With `relu`, ReLU is applied first; both are one autograd
     function, which saves only its output for the backward pass: where the output is 0, by ReLU or by dropout, the
     gradient is 0.
+
+    With `variational`, all tokens of a sequence share one mask (Gal and Ghahramani 2016).
     """
 
-    def __init__(self, p: float, *, relu: bool = False) -> None:
+    def __init__(self, p: float, *, relu: bool = False, variational: bool = False) -> None:
         super().__init__()
-        self.p, self.relu = p, relu
+        self.p, self.relu, self.variational = p, relu, variational
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape of x, which may be any."""
+    def forward(self, x: Tensor, token_dim: int = 1) -> Tensor:
+        """Return a tensor of the shape of x.
+
+        Args:
+            x: a tensor of any shape.
+            token_dim: with `variational`, the dimension of the tokens (or positions), along which the mask is constant.
+        """
         if not self.training or not self.p:
             return x.relu() if self.relu else x
         if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
-            return F.dropout(x.relu() if self.relu else x, self.p)
-        return _Dropout.apply(x, self.p, self.relu)
+            x = x.relu() if self.relu else x
+            if not self.variational:
+                return F.dropout(x, self.p)
+            return x * F.dropout(torch.ones_like(x.narrow(token_dim, 0, 1)), self.p)
+        return _Dropout.apply(x, self.p, self.relu, token_dim if self.variational else None)
 
     @override
     def extra_repr(self) -> str:
-        return f"p={self.p}, relu={self.relu}"
+        return f"p={self.p}, relu={self.relu}, variational={self.variational}"
+
+
+def drop_vocabulary(x_BTD: Tensor, tokens_BT: Tensor, p: float, vocab_size: int) -> Tensor:
+    """Return the embeddings of tokens after dropping each token of the vocabulary with probability p, (B, T, D).
+
+    All occurrences of a token are dropped together; the others are scaled by 1 / (1 - p). The first token of a sequence
+    is neither dropped nor scaled: it attends only to itself, so its states would be 0 in every layer, where each
+    LayerNorm multiplies gradients by about 300, and they would overflow.
+
+    Args:
+        x_BTD: the embeddings.
+        tokens_BT: the token ids.
+        p: probability that a token is dropped.
+        vocab_size: V.
+    """
+    scale_BT = F.dropout(x_BTD.new_ones(vocab_size), p)[tokens_BT]
+    scale_BT[:, 0] = 1
+    return x_BTD * scale_BT[..., None]
 
 
 def draw_mask(keep: Tensor, p: float, draws: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -66,18 +96,18 @@ def num_draws(count: int) -> int:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, p: float, relu: bool) -> Tensor:  # pyrefly: ignore[bad-override]
-        keep, ctx.scale = _mask(x, p), 1 / (1 - p)
+    def forward(ctx: Any, x: Tensor, p: float, relu: bool, shared_dim: int | None) -> Tensor:  # pyrefly: ignore[bad-override]
+        keep, ctx.scale = _mask(x if shared_dim is None else x.narrow(shared_dim, 0, 1), p), 1 / (1 - p)
         out = (x.relu().mul_(keep) if relu else torch.mul(x, keep)).mul_(ctx.scale)
         ctx.save_for_backward(out if relu else keep)
         return out
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
         (saved,) = ctx.saved_tensors
         keep = saved if saved.dtype == torch.bool else saved > 0
-        return torch.mul(grad_outputs[0], keep).mul_(ctx.scale), None, None
+        return torch.mul(grad_outputs[0], keep).mul_(ctx.scale), None, None, None
 
 
 def _mask(x: Tensor, p: float) -> Tensor:

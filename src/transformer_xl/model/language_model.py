@@ -9,7 +9,7 @@
 It embeds the tokens and computes logits and losses; each subclass defines the layers between them, and their memory.
 
 Shape suffixes: B batch size, T new tokens, D model width, L layers, V vocabulary, K most likely tokens,
-R recent tokens, S = R + T.
+R recent tokens, S = R + T; in training, C tokens of an extended context before the T targets, and X = C + T.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -27,7 +28,7 @@ from typing_extensions import override
 from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from transformer_xl.model.dropout import FastDropout
+from transformer_xl.model.dropout import FastDropout, drop_vocabulary
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
@@ -58,7 +59,10 @@ class LanguageModel(nn.Module, ABC):
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
-        self.dropout = FastDropout(config.dropout)
+        self.input_dropout, self.output_dropout = (
+            FastDropout(config.dropout if p is None else p, variational=config.variational_dropout)
+            for p in (config.input_dropout, config.output_dropout)
+        )
         self._weights_version = WeightsVersion()
 
     @property
@@ -173,11 +177,12 @@ class LanguageModel(nn.Module, ABC):
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B)
-        return self.run_layers(x_BTD, memory, lengths_B)
+        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B)
+        return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
 
     @abstractmethod
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
-        """Return the results of `hidden_states`.
+        """Return the results of `hidden_states`, the last hidden states before their dropout.
 
         Args:
             x_BTD: the embedded tokens, without dropout.
@@ -191,8 +196,8 @@ class LanguageModel(nn.Module, ABC):
         """Return the losses of one training step.
 
         Args:
-            tokens_BT: as for `forward`.
-            targets_BT: as for `nats`.
+            tokens_BT: as for `forward`; there may be more tokens than targets, those of an extended context (B, X).
+            targets_BT: as for `nats`; targets of the last T tokens.
             memory: as for `forward`.
             progress: fraction of the training steps that are done, from 0 to 1.
 
@@ -200,27 +205,60 @@ class LanguageModel(nn.Module, ABC):
             losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are added to the training loss
             but not reported, and are zero if the model has none; and the next memory.
         """
-        hidden_BTD, memory = self(tokens_BT, memory)
-        losses_BT = self.nats(hidden_BTD, targets_BT)
-        return losses_BT, torch.zeros_like(losses_BT), memory
+        _, losses_BT, auxiliary_BT, memory = self._losses(tokens_BT, targets_BT, memory)
+        return losses_BT, auxiliary_BT, memory
+
+    def _losses(
+        self, tokens_BX: TokenIds, targets_BT: TokenIds, memory: Memory
+    ) -> tuple[list[Tensor], Tensor, Tensor, Memory]:
+        """Return the hidden states of all layers at the targets, and the results of `training_losses`."""
+        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
+        x_BXD, memory = self.embed(tokens_BX, memory, None, None)
+        states_BTD, memory = self.run_layers(x_BXD, memory, None)
+        if x_BXD.shape[1] > targets_BT.shape[1]:
+            states_BTD = [state_BXD[:, -targets_BT.shape[1] :] for state_BXD in states_BTD]
+        penalties_BT = self._activation_penalties(states_BTD[-1])
+        states_BTD[-1] = self.output_dropout(states_BTD[-1])
+        losses_BT = self.nats(states_BTD[-1], targets_BT)
+        auxiliary_BT = torch.zeros_like(losses_BT) if penalties_BT is None else penalties_BT.to(losses_BT.dtype)
+        return states_BTD, losses_BT, auxiliary_BT, memory
+
+    def _activation_penalties(self, hidden_BTD: Tensor) -> Tensor | None:
+        """Return the penalties of large and of changing hidden states, whose mean is added to the loss, or None.
+
+        They are the activation and the temporal activation regularization of Merity et al. 2017 (arXiv 1708.01009). In
+        theirs, the former is of the states after dropout; here, as in the authors' code, both are before dropout.
+        """
+        size, change = self.config.activation_penalty, self.config.temporal_activation_penalty
+        if not (size or change):
+            return None
+        hidden_BTD = hidden_BTD.to(torch.promote_types(hidden_BTD.dtype, torch.float32))
+        penalties_BT, num_tokens = size * hidden_BTD.square().mean(-1), hidden_BTD.shape[1]
+        if num_tokens == 1:
+            return penalties_BT
+        changes_BT = F.pad(hidden_BTD.diff(dim=1).square().mean(-1), (1, 0))
+        # the mean over T tokens becomes that over T - 1 changes
+        return penalties_BT + change * num_tokens / (num_tokens - 1) * changes_BT
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
         return self.softmax.logits(hidden_BTD)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds) -> Tensor:
+    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target.
 
         Args:
             hidden_BTD: hidden states that `forward` returned.
             targets_BT: token ids as for `forward`; on the CPU they avoid a synchronization with the device. No value
                 marks a target as ignored: multiply its loss by 0.
+            temperature: the logits are divided by this.
 
         Returns:
             losses in nats, float32 (or float64), shape (B, T), in input order and not averaged.
 
         Raises:
-            UserError: a target is outside the vocabulary, or the shapes do not match.
+            UserError: a target is outside the vocabulary, the shapes do not match, or a temperature other than 1 is
+                given for an adaptive softmax, which has several distributions.
         """
         check_type(hidden_BTD, Tensor, "hidden_BTD", "give the hidden states that the model returned")
         if self.softmax.num_tails and isinstance(targets_BT, Tensor):
@@ -231,7 +269,12 @@ class LanguageModel(nn.Module, ABC):
                 f"targets_BT of shape {tuple(targets_BT.shape)} for hidden_BTD of shape {tuple(hidden_BTD.shape)}; "
                 "expected one target for each position"
             )
-        return self.softmax.nats(hidden_BTD, targets_BT)
+        if temperature != 1 and self.softmax.num_tails:
+            raise UserError(
+                f"softmax_temperature {temperature:g} needs one softmax over all tokens, and this model has cutoffs; "
+                "leave it out"
+            )
+        return self.softmax.nats(hidden_BTD, targets_BT, temperature)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k most likely next tokens at every position, or all V if there are fewer.
@@ -320,7 +363,12 @@ class LanguageModel(nn.Module, ABC):
             tokens_BT = to_device(
                 as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT"), self.softmax.bias.device
             )
-            inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+            embedded_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+            if self.training and self.config.embedding_dropout:
+                embedded_BTD = drop_vocabulary(
+                    embedded_BTD, tokens_BT, self.config.embedding_dropout, self.config.vocab_size
+                )
+            inputs_BTD = embedded_BTD
         check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, tokens, d_model)")
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:

@@ -21,6 +21,7 @@ from transformer_xl.config import (
     RelativeConfig,
     ShawConfig,
     TransformerConfig,
+    TransformerXLConfig,
 )
 
 MIN_LAYER_BYTES = 8192
@@ -51,7 +52,8 @@ def _layer_parameters(config: BaseModelConfig) -> int:
         return count + (config.max_relative_positions or 0) * inner
     if isinstance(config, AlRfouConfig):
         return count + (config.max_position_embeddings or 0) * width
-    return count + width * inner if isinstance(config, RelativeConfig) else count
+    has_r_proj = isinstance(config, TransformerXLConfig) and not config.tie_key_projections
+    return count + width * inner if has_r_proj else count
 
 
 def min_activations(

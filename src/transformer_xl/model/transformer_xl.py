@@ -61,11 +61,13 @@ class TransformerXL(LanguageModel):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         kernels.check(config.attn_implementation)
         self.cache_shapes = {HiddenCache: (config.d_model,), KeyValueCache: (config.n_heads, config.head_dim)}
-        # Shaw's model has no such setting, and replaces the biases by zeros
-        tied = not isinstance(config, TransformerXLConfig) or config.tie_attention_biases
-        num_bias_pairs = 1 if tied else config.n_layers
-        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
-        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
+        # Shaw's model has no such settings, and replaces the biases by zeros
+        self.content_bias = self.position_bias = None
+        if not isinstance(config, TransformerXLConfig) or config.learned_attention_biases:
+            tied = not isinstance(config, TransformerXLConfig) or config.tie_attention_biases
+            num_bias_pairs = 1 if tied else config.n_layers
+            self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
+            self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.final_norm = make_final_norm(config)
         self.init_weights()
@@ -73,12 +75,13 @@ class TransformerXL(LanguageModel):
     @override
     def init_weights(self) -> None:
         super().init_weights()
-        nn.init.normal_(self.content_bias, 0.0, WEIGHT_STD)
-        nn.init.normal_(self.position_bias, 0.0, WEIGHT_STD)
+        for bias in (self.content_bias, self.position_bias):
+            if bias is not None:
+                nn.init.normal_(bias, 0.0, WEIGHT_STD)
 
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
-        limits, like = context_limits or self.context_limits, self.content_bias
+        limits, like = context_limits or self.context_limits, self.softmax.bias
         shape = (batch_size, limits.memory_length, self.config.d_model)
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         caches = [HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in self.layers]
@@ -91,7 +94,7 @@ class TransformerXL(LanguageModel):
         if config.attend_empty_memory and config.norm_first:
             return self.initial_memory(batch_size, limits)
         shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
-        zeros_BNMH = self.content_bias.new_zeros(()).expand(shape)
+        zeros_BNMH = self.softmax.bias.new_zeros(()).expand(shape)
         caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attend_empty_memory) for _ in self.layers]
         return KeyValueMemory.empty(
             caches,
@@ -104,7 +107,7 @@ class TransformerXL(LanguageModel):
 
     @override
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.input_dropout(x_BTD)
         context = self._attention_context(x_BTD, memory, lengths_B)
         states_BTD: list[Tensor] = []
         caches: list[LayerCache] = []
@@ -112,7 +115,7 @@ class TransformerXL(LanguageModel):
             states_BTD.append(x_BTD)
             x_BTD, cache = self.run_layer(layer, x_BTD, cache, context, biases)
             caches.append(cache)
-        states_BTD.append(self.dropout(self.final_norm(x_BTD)))
+        states_BTD.append(self.final_norm(x_BTD))
         return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B)
 
     def trace(
@@ -132,7 +135,7 @@ class TransformerXL(LanguageModel):
             a `LayerTrace` for each layer.
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, None)
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.input_dropout(x_BTD)
         context = self._attention_context(x_BTD, memory, None)
         for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
             assert isinstance(layer, Layer)
@@ -149,9 +152,14 @@ class TransformerXL(LanguageModel):
         valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
         if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
+        encoding_PD, like = self._encoding(memory, num_encoded), self.softmax.bias
+        zero_PD = (
+            encode_distances(1, self.config.d_model, like=like).to(like.dtype) if encoding_PD is None else encoding_PD
+        )
         return AttentionContext(
             num_distances=num_encoded,
-            encoding_PD=self._encoding(memory, num_encoded),
+            encoding_PD=encoding_PD,
+            zero_distance_D=zero_PD[-1],
             mask=AttentionMask(valid_B, num_clamped=num_attended - num_encoded),
             lengths_B=lengths_B,
             attend=kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
@@ -169,12 +177,17 @@ class TransformerXL(LanguageModel):
         is_inference = isinstance(memory, KeyValueMemory)
         if is_inference and all(cache.position_keys.num_distances >= num_distances for cache in memory.layers):
             return None
-        bias = self.content_bias
-        encoding_PD = encode_distances(num_distances, self.config.d_model, like=bias).to(bias.dtype)
+        like = self.softmax.bias
+        encoding_PD = encode_distances(num_distances, self.config.d_model, like=like).to(like.dtype)
         # all layers share one dropout mask, as in the authors' code
-        return encoding_PD if is_inference else self.dropout(encoding_PD)
+        return encoding_PD if is_inference else self.input_dropout(encoding_PD, token_dim=0)
 
-    def _biases(self) -> Iterator[Biases]:
-        num_pairs = len(self.content_bias)
+    def _biases(self) -> Iterator[Biases | None]:
+        """Yield the learned biases of each layer, or None if biases are not learned."""
+        content_bias, position_bias = self.content_bias, self.position_bias
         for index in range(self.config.n_layers):
-            yield Biases(self.content_bias[index % num_pairs], self.position_bias[index % num_pairs])
+            if content_bias is None or position_bias is None:
+                yield None
+            else:
+                num_pairs = len(content_bias)
+                yield Biases(content_bias[index % num_pairs], position_bias[index % num_pairs])

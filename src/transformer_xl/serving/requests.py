@@ -173,6 +173,8 @@ class RequestRunner:
             )
         try:
             memory_length = served.check_memory_length(body.memory_length)
+            if score_prompt and not memory_length:
+                served.plan.refuse_extended_context("scoring a prompt")
             encoded = await asyncio.to_thread(_encoded, served, prompts)
         except UserError as error:
             raise ApiError(400, str(error)) from None

@@ -127,7 +127,7 @@ class ServedModel:
 
     def generation_slots(self, memory_length: int) -> int:
         """Return the number of memory slots with which text is generated: without memory, those of one segment."""
-        return memory_length or self.run.config.train.segment_length - 1
+        return memory_length or self.run.config.train.num_inputs - 1
 
     def generation_memory(self, memory_length: int, num_tokens: int) -> Memory:
         """Return an empty memory to read a prompt with and to generate.
@@ -140,7 +140,7 @@ class ServedModel:
         if self.is_trimmed:
             slots = self.generation_slots(memory_length)
             return self._empty(self._reading_slots(slots, PREFILL_SEGMENT, num_tokens))
-        segment_length = self.run.config.train.segment_length
+        segment_length = self.run.config.train.num_inputs
         return self._with_positions(self.model.generation_memory(1, limits, segment_length=segment_length))
 
     def scoring_memory(self, memory_length: int, num_tokens: int) -> Memory:
@@ -218,7 +218,7 @@ class ServedModel:
         ]
         if probe.recent_BR is not None:
             self._state_layout.append(("recent", tuple(probe.recent_BR.shape), None, "I64"))
-        segment_lengths = PREFILL_SEGMENT, self.plan.segment_length, self.run.config.train.segment_length
+        segment_lengths = PREFILL_SEGMENT, self.plan.segment_length, self.run.config.train.num_inputs
         longest = max(self.max_memory_length, self.generation_slots(0))
         slots = longest + max(segment_lengths) if self.has_memory else 0
         memory = self.model.inference_memory(1, self._limits(slots))

@@ -8,7 +8,8 @@ Transformer-XL authors drop the N mod B last tokens, and the first token of each
 
 Processes that train one model share the batch rows: each reads its shard of the rows, and all have the same position.
 
-Shape suffixes: B batch rows of a shard, T new tokens. N is the number of tokens in the text.
+Shape suffixes: B batch rows of a shard, T new tokens, C tokens of an extended context, X = C + T. N is the number of
+tokens in the text.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class DatasetPosition(Settings):
 class Batch:
     """One segment of every batch row of a shard: inputs and targets; the arrays are new and may be modified."""
 
-    inputs_BT: npt.NDArray[np.int64]
-    """Token ids that the model reads."""
+    inputs_BX: npt.NDArray[np.int64]
+    """Token ids that the model reads: C tokens of an extended context, and the T inputs of the segment."""
     targets_BT: npt.NDArray[np.int64]
     """Token ids to predict: at each position the token after the input."""
     loss_mask_BT: npt.NDArray[np.bool_]
@@ -127,25 +128,37 @@ class TokenDataset(ABC):
     def segments_in(self, epoch: int) -> int:
         """Return the number of segments of an epoch: enough for the longest batch row of any shard."""
 
+    def context_length(self, position: DatasetPosition, longest: int) -> int:
+        """Return C: the number of tokens of each row before a position in this epoch, `longest` at most."""
+        return min(longest, position.segment_index * self.segment_length)
+
     @abstractmethod
-    def read(self, position: DatasetPosition) -> Batch:
+    def read(self, position: DatasetPosition, *, num_segments: int = 1, context_length: int = 0) -> Batch:
         """Return the segment at a position, always of shape (B, T).
 
         After the end of a batch row the loss mask is False, the target 0 and the input `bos_token_id`.
+
+        Args:
+            position: position of the segment.
+            num_segments: number of consecutive segments to read as one.
+            context_length: C, number of tokens before the segment that the inputs begin with, at most the number that
+                `context_length` returns.
         """
 
-    def after(self, position: DatasetPosition) -> DatasetPosition:
-        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
-        if position.segment_index + 1 < self.segments_in(position.epoch):
-            return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
+    def after(self, position: DatasetPosition, num_segments: int = 1) -> DatasetPosition:
+        """Return the position after some segments; after the last one of an epoch, the start of the next epoch."""
+        if position.segment_index + num_segments < self.segments_in(position.epoch):
+            return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + num_segments)
         return DatasetPosition(epoch=position.epoch + 1, segment_index=0)
 
-    def _padding(self, position: DatasetPosition) -> Batch:
+    def _padding(self, position: DatasetPosition, num_segments: int, context_length: int) -> Batch:
         """Return a batch of padding only, for `read` to fill."""
         assert position.segment_index < self.segments_in(position.epoch)
-        shape = self.local_batch_size, self.segment_length
-        inputs_BT, targets_BT = np.full(shape, self.bos_token_id, np.int64), np.zeros(shape, np.int64)
-        return Batch(inputs_BT, targets_BT, np.zeros(shape, np.bool_), is_first=position.segment_index == 0)
+        assert context_length <= position.segment_index * self.segment_length
+        num_rows, num_new = self.local_batch_size, num_segments * self.segment_length
+        inputs_BX = np.full((num_rows, context_length + num_new), self.bos_token_id, np.int64)
+        targets_BT, loss_mask_BT = np.zeros((num_rows, num_new), np.int64), np.zeros((num_rows, num_new), np.bool_)
+        return Batch(inputs_BX, targets_BT, loss_mask_BT, is_first=position.segment_index == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,31 +171,36 @@ class SegmentDataset(TokenDataset):
         return -(-longest_row // self.segment_length)
 
     @override
-    def read(self, position: DatasetPosition) -> Batch:
-        batch = self._padding(position)
+    def read(self, position: DatasetPosition, *, num_segments: int = 1, context_length: int = 0) -> Batch:
+        batch = self._padding(position, num_segments, context_length)
         for index, row in enumerate(self.shard.batch_rows(self.batch_size)):
             row_start, row_stop = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
             # start <= row_stop: the last segment begins inside the longest row; others are at most one token shorter.
             start = row_start + position.segment_index * self.segment_length
-            stop = min(start + self.segment_length, row_stop)
+            stop = min(start + num_segments * self.segment_length, row_stop)
             length = stop - start
             batch.targets_BT[index, :length] = self.tokens[start:stop]
             batch.loss_mask_BT[index, :length] = True
-            first = 1 if start == 0 else 0  # the text's first token is predicted from bos_token_id
-            batch.inputs_BT[index, first:length] = self.tokens[start + first - 1 : stop - 1]
+            first_input = start - context_length
+            first = 1 if first_input == 0 else 0  # the text's first token is predicted from bos_token_id
+            batch.inputs_BX[index, first : context_length + length] = self.tokens[first_input + first - 1 : stop - 1]
         return batch
 
 
-def check_training(dataset: TokenDataset) -> None:
+def check_training(dataset: TokenDataset, segment_length: int) -> None:
     """Check that a text is long enough to train on: one whole segment for every batch row.
+
+    Args:
+        dataset: the text.
+        segment_length: tokens of a segment, of which the dataset's segments may be parts.
 
     Raises:
         UserError: the text is too short; the message gives its length and the required number of tokens.
     """
-    min_tokens = dataset.batch_size * dataset.segment_length
+    min_tokens = dataset.batch_size * segment_length
     if len(dataset.tokens) < min_tokens:
         raise UserError(
             f"the training text has {len(dataset.tokens):,} tokens, and a batch of {dataset.batch_size:,} sequences of "
-            f"{dataset.segment_length:,} tokens needs {min_tokens:,}; lower --train.batch-size or "
+            f"{segment_length:,} tokens needs {min_tokens:,}; lower --train.batch-size or "
             "--train.segment-length, or give more text"
         )

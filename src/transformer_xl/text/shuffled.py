@@ -16,7 +16,7 @@ has to save only the epoch and the index of the segment.
 RAM: 12 bytes per document of the shard's batch rows, and about 36 bytes per document of the corpus while an order is
 drawn: 360 MB and 1.1 GB for 30 million sentences in a single shard. Tokens are read from the memory-mapped files.
 
-Shape suffixes: B batch rows of a shard, T new tokens, K = T + 1 tokens read (the targets, and one before them).
+Shape suffixes: B batch rows of a shard, T new tokens, K tokens read (the targets, the context and one before them).
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class ShuffledDocumentDataset(TokenDataset):
         return -(-self._order(epoch).longest_row // self.segment_length)
 
     @override
-    def read(self, position: DatasetPosition) -> Batch:
-        batch, order = self._padding(position), self._order(position.epoch)
-        offsets_K = np.arange(-1, self.segment_length)
+    def read(self, position: DatasetPosition, *, num_segments: int = 1, context_length: int = 0) -> Batch:
+        batch, order = self._padding(position, num_segments, context_length), self._order(position.epoch)
+        offsets_K = np.arange(-context_length - 1, num_segments * self.segment_length)
         positions_BK = order.row_edges[:-1, None] + position.segment_index * self.segment_length + offsets_K
         inside_BK = positions_BK < order.row_edges[1:, None]
-        batch.loss_mask_BT[:] = inside_BK[:, 1:]
+        batch.loss_mask_BT[:] = inside_BK[:, context_length + 1 :]
         # The first token of an epoch has no preceding token, and positions after the end of a row have no token.
         has_token_BK = inside_BK & (positions_BK >= 0)
         tokens_BK = np.full(positions_BK.shape, self.bos_token_id)
@@ -75,8 +75,8 @@ class ShuffledDocumentDataset(TokenDataset):
         index = np.searchsorted(order.starts, positions, side="right") - 1
         starts = self.document_starts[order.documents[index]].astype(np.int64)
         tokens_BK[has_token_BK] = self.tokens[starts + positions - order.starts[index]]
-        batch.inputs_BT[batch.loss_mask_BT] = tokens_BK[:, :-1][batch.loss_mask_BT]
-        batch.targets_BT[batch.loss_mask_BT] = tokens_BK[:, 1:][batch.loss_mask_BT]
+        batch.inputs_BX[inside_BK[:, 1:]] = tokens_BK[:, :-1][inside_BK[:, 1:]]
+        batch.targets_BT[batch.loss_mask_BT] = tokens_BK[:, context_length + 1 :][batch.loss_mask_BT]
         return batch
 
     def _order(self, epoch: int) -> _EpochOrder:

@@ -1,10 +1,12 @@
 """The batch of one training step: a segment of the text, or a part of a segment during the segment warm-up.
 
+With random segment lengths, the dataset's segments have one token, and a step reads as many of them as were drawn.
+
 A warm-up from a quarter of the segment length trains on each segment in four steps, later in two, finally in one.
 Because segments are split into parts, every token is a target exactly once, and the order of the text is the same as
 without a warm-up. At the end of an epoch, parts without targets are skipped.
 
-Shape suffixes: B batch rows of this process, T new tokens of the step.
+Shape suffixes: B batch rows of this process, T new tokens of the step, X = T and the extended context before them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy.typing as npt
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import Batch, DatasetPosition, TokenDataset
 from transformer_xl.training.distributed import DistributedContext
-from transformer_xl.training.schedules import num_halvings
+from transformer_xl.training.schedules import num_halvings, random_length
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StepBatch:
     """The tokens; `is_first` is true only at the beginning of an epoch."""
     memory_length: int
     """Number of memory slots that the step attends to."""
+    learning_rate_ratio: float
+    """Factor of the learning rate of the step, which is in proportion to a random segment length."""
     next: BatchPosition
 
 
@@ -56,19 +60,26 @@ def read_batch(
     """
     # after a change of batch size, the position may be in the padding at the end of an epoch
     position = _skip_empty(dataset, position, config, world)
-    segment, columns = dataset.read(position.segment), _columns(position, config)
-    if columns.stop < config.segment_length:
+    num_segments, ratio = 1, 1.0
+    if config.random_segment_lengths:
+        num_left = dataset.segments_in(position.segment.epoch) - position.segment.segment_index
+        num_segments = min(random_length(position.step, config), num_left)
+        ratio = num_segments / config.segment_length
+    context_length = dataset.context_length(position.segment, config.extended_context_length)
+    segment = dataset.read(position.segment, num_segments=num_segments, context_length=context_length)
+    columns = slice(num_segments) if config.random_segment_lengths else _columns(position, config)
+    if columns.stop < segment.targets_BT.shape[1]:
         after = BatchPosition(position.step + 1, position.segment, position.part + 1)
     else:
-        after = BatchPosition(position.step + 1, dataset.after(position.segment))
+        after = BatchPosition(position.step + 1, dataset.after(position.segment, num_segments))
     part = Batch(
-        np.ascontiguousarray(segment.inputs_BT[:, columns]),
+        np.ascontiguousarray(segment.inputs_BX[:, columns.start : columns.stop + context_length]),
         np.ascontiguousarray(segment.targets_BT[:, columns]),
         np.ascontiguousarray(segment.loss_mask_BT[:, columns]),
         is_first=segment.is_first and position.part == 0,
     )
     memory_length = config.memory_length >> _num_halvings(position, config)
-    return StepBatch(part, memory_length, _skip_empty(dataset, after, config, world))
+    return StepBatch(part, memory_length, ratio, _skip_empty(dataset, after, config, world))
 
 
 def trained_targets(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:

@@ -34,12 +34,12 @@ from transformer_xl.files import as_path
 from transformer_xl.model.memory import Memory
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import build_checked
-from transformer_xl.text.segments import Batch, DatasetPosition
+from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.training.batches import BatchPosition, read_batch
+from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.schedules import learning_rate, set_learning_rate
+from transformer_xl.training.schedules import set_step_rates
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.train import Overrides, complete_settings, ignore
 from transformer_xl.training.trainer import check_trainable, training_dataset
@@ -256,18 +256,18 @@ class _Training:
         """Take a step, and return its loss in nats per token."""
         step, config = self._position.step, self._config
         batch = self._next_batch()
-        set_learning_rate(self._optimizers, learning_rate(step, config))
-        metrics, self._memories = self._train_step(batch, self._memories, done=step / config.max_steps)
+        set_step_rates(self._optimizers, step, config, batch.learning_rate_ratio)
+        metrics, self._memories = self._train_step(batch.batch, self._memories, done=step / config.max_steps)
         nats, num_targets, grad_norm, _ = metrics.tolist()
         return nats / max(num_targets, 1) if math.isfinite(grad_norm) else math.nan
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> StepBatch:
         """Return the next batch of the text, after emptying the memories if an epoch begins with it."""
         batch = read_batch(self._dataset, self._position, self._config, SINGLE_PROCESS)
         if batch.batch.is_first:
             self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
         self._position = batch.next
-        return batch.batch
+        return batch
 
     @torch.no_grad()
     def _score(self, num_segments: int) -> float:
@@ -275,15 +275,15 @@ class _Training:
         total, num_targets = 0.0, 0
         self._model.eval()
         for _ in range(num_segments):
-            batch, start = self._next_batch(), 0
+            batch, start = self._next_batch().batch, 0
             memories: list[Memory] = []
             for memory in self._memories:
                 rows = slice(start, start + memory.batch_size)
                 start = rows.stop
-                inputs_BT = torch.from_numpy(batch.inputs_BT[rows]).to(self._device)
+                inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(self._device)
                 mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
                 with autocast(self._device, self._config.dtype):
-                    losses_BT, _, memory = self._wrapped(inputs_BT, batch.targets_BT[rows], memory)
+                    losses_BT, _, memory = self._wrapped(inputs_BX, batch.targets_BT[rows], memory)
                 total += float((losses_BT * mask_BT).sum())
                 num_targets += int(mask_BT.sum())
                 memories.append(memory)

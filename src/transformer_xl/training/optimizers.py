@@ -18,6 +18,7 @@ from transformer_xl.training.distributed import full_tensor
 # Coefficients of the three Newton-Schulz iterations that orthogonalize updates: the best odd polynomials of degree 5
 # for singular values of 0.01 to 1, computed as in Polar Express (Amsel et al. 2025). All of them become 0.73 to 1.27.
 _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+_EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their parameters
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 
 
@@ -26,8 +27,8 @@ def build_optimizers(
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Build the optimizers of the settings; every parameter that is trained is in exactly one group of one optimizer.
 
-    Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases
-    (the paper's u and v).
+    Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
+    attention biases (the paper's u and v). Adam's L2 regularization applies to all weights.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
     requires), and AdamW all other parameters, among them the narrow matrices of an adapter.
 
@@ -36,21 +37,30 @@ def build_optimizers(
         config: settings of training.
         layer_rate_decay: factor between the learning rates of a layer and the layer above it (Howard and Ruder 2018);
             the last layer and what follows it have the full rate, and embeddings the rate of a layer below the first.
-            Groups have it as `rate_factor`.
+            Groups have it as `rate_factor`; those of embeddings with a rate of their own have `is_embedding`.
     """
     num_layers = len(model.layers)
     trained = [item for item in model.named_parameters() if item[1].requires_grad]
     matrices = [item for item in trained if config.optimizer == "muon" and item[0].startswith("layers.")]
     matrices = [item for item in matrices if item[1].ndim == 2 and ".lora_" not in item[0]]
     in_muon = {id(parameter) for _, parameter in matrices}
-    # parameters by whether they decay, and by their rate; Adam has no decay
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    # parameters by whether they decay, by their rate, and by whether they have that of the embedding
+    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for name, parameter in trained:
         if id(parameter) not in in_muon:
-            key = parameter.ndim == 2 or config.optimizer == "adam", _rate_factor(name, num_layers, layer_rate_decay)
+            key = (
+                parameter.ndim == 2 or config.optimizer == "adam",
+                _rate_factor(name, num_layers, layer_rate_decay),
+                config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS),
+            )
             groups.setdefault(key, []).append(parameter)
     adam_groups = [
-        {"params": groups[key], "weight_decay": config.weight_decay * key[0], "rate_factor": key[1]}
+        {
+            "params": groups[key],
+            "weight_decay": config.weight_decay * key[0],
+            "rate_factor": key[1],
+            "is_embedding": key[2],
+        }
         for key in sorted(groups, reverse=True)
     ]
     optimizers: list[torch.optim.Optimizer] = []
@@ -96,7 +106,7 @@ def _rate_factor(name: str, num_layers: int, decay: float) -> float:
     """Return the learning rate of a parameter as a fraction of the full one."""
     if name.startswith("layers."):
         return decay ** (num_layers - 1 - int(name.split(".")[1]))
-    return decay**num_layers if name.startswith(("embedding.", "ngrams.")) else 1.0
+    return decay**num_layers if name.startswith(_EMBEDDINGS) else 1.0
 
 
 def _muon_groups(layers: Iterable[tuple[str, nn.Parameter]], config: BaseModelConfig) -> list[dict[str, Any]]:

@@ -1,21 +1,27 @@
 """Schedules of the learning rate and of the segment and memory lengths.
 
-Both depend only on the step and the settings, so a resumed run needs no additional state.
+All depend only on the step and the settings, so a resumed run needs no additional state.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
+import numpy as np
 import torch
 
 from transformer_xl.config import TrainConfig
 
+# random segment lengths as in AWD-LSTM (Merity et al. 2017)
+_HALF_LENGTH_PROBABILITY, _LENGTH_STD, _MIN_LENGTH = 0.05, 5, 5
 
-def learning_rate(step: int, config: TrainConfig) -> float:
+
+def learning_rate(step: int, config: TrainConfig, *, peak_ratio: float = 1.0) -> float:
     """Return the learning rate of a step: linear from 0 over `warmup_steps`, then according to `lr_schedule`.
 
-    `cosine` decays right after the warm-up, and would reach the minimum at step `max_steps`, one after the last.
+    `cosine` decays right after the warm-up, and would reach the minimum at step `max_steps`, one after the last. With
+    `average_learning_rate`, both schedules end at `average_start_step` instead, from which on the rate is that one.
     `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly
     to the minimum; so training can be extended from the stable phase without starting over. (In the authors' code the
     cosine starts at step 0, so that the rate drops when the warm-up ends; in this package it starts at that end.)
@@ -23,22 +29,61 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     Args:
         step: index of the step, from 0.
         config: settings of training.
+        peak_ratio: factor of the peak; the rate at the end is the same for any.
     """
+    num_steps, average_rate = config.schedule_steps, config.average_learning_rate
+    if num_steps < config.max_steps and step >= num_steps and average_rate is not None:
+        return average_rate
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return config.learning_rate * peak_ratio * (step + 1) / config.warmup_steps
     if config.lr_schedule == "wsd":
-        factor = 1 - max(0, step - (config.max_steps - config.decay_steps)) / max(1, config.decay_steps)
+        factor = 1 - max(0, step - (num_steps - config.decay_steps)) / max(1, config.decay_steps)
     else:
-        progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+        progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
         factor = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * factor)
+    end_ratio = config.min_learning_rate_ratio
+    return config.learning_rate * (end_ratio + (peak_ratio - end_ratio) * factor)
 
 
-def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
-    """Set the learning rate of every parameter group of every optimizer, times its `rate_factor` if it has one."""
+def set_learning_rate(
+    optimizers: tuple[torch.optim.Optimizer, ...], rate: float, embedding_rate: float | None = None
+) -> None:
+    """Set the learning rate of every parameter group of every optimizer, times its `rate_factor` if it has one.
+
+    Args:
+        optimizers: the optimizers.
+        rate: the learning rate.
+        embedding_rate: that of the groups that are marked as `is_embedding`, or None if it is the same.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("rate_factor", 1.0)
+            own_rate = embedding_rate if embedding_rate is not None and group.get("is_embedding") else rate
+            group["lr"] = own_rate * group.get("rate_factor", 1.0)
+
+
+def set_step_rates(
+    optimizers: tuple[torch.optim.Optimizer, ...], step: int, config: TrainConfig, scale: float = 1.0
+) -> None:
+    """Set the learning rates of a step, times a scale."""
+    embedding_rate = learning_rate(step, config, peak_ratio=config.embedding_learning_rate_ratio)
+    set_learning_rate(optimizers, learning_rate(step, config) * scale, embedding_rate * scale)
+
+
+def random_length(step: int, config: TrainConfig) -> int:
+    """Return the segment length that is drawn for a step, in tokens; it depends only on the seed and the step.
+
+    NumPy guarantees the same integers of SeedSequence for every version and platform, which a generator of normal
+    numbers does not.
+
+    Args:
+        step: index of the step, from 0.
+        config: settings of training.
+    """
+    # the second number of the key keeps these draws apart from those of shuffled documents
+    state = np.random.SeedSequence(config.seed, spawn_key=(step, 0)).generate_state(2, np.uint64)
+    choice, draw = (((int(bits) >> 12) + 0.5) / 2**52 for bits in state)  # between 0 and 1, both exclusive
+    mean = config.segment_length / (2 if choice < _HALF_LENGTH_PROBABILITY else 1)
+    return max(_MIN_LENGTH, int(NormalDist(mean, _LENGTH_STD).inv_cdf(draw)))
 
 
 def num_halvings(step: int, config: TrainConfig) -> int:

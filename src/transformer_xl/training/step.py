@@ -5,10 +5,11 @@
 The number of targets is known before the first backward pass, so the result does not depend on how the rows are split
 into micro-batches or distributed over processes. Nothing in this file waits for the device.
 
-Auxiliary losses, which some architectures add in training, are those of predictions by lower layers or of a second
-target; they are not part of the metrics.
+Auxiliary losses, which are added in training, are those of predictions by lower layers or of a second target, and the
+penalties of activations; they are not part of the metrics.
 
-Shape suffixes: B batch rows of this process (in a micro-batch, some of them), T new tokens, D model width.
+Shape suffixes: B batch rows of this process (in a micro-batch, some of them), T new tokens, X = T and the extended
+context before them, D model width.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class ModelWithLoss(nn.Module):
 
     @override
     def forward(
-        self, inputs_BT: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory, progress: float | None = None
+        self, inputs_BX: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory, progress: float | None = None
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of the targets.
 
         Args:
-            inputs_BT: input token ids.
-            targets_BT: target token ids. An array, because they should stay on the CPU (see `LanguageModel.nats`), and
-                FSDP would copy a tensor to the device.
+            inputs_BX: input token ids.
+            targets_BT: target token ids, of the last T inputs. An array, because they should stay on the CPU (see
+                `LanguageModel.nats`), and FSDP would copy a tensor to the device.
             memory: memory of the preceding tokens.
             progress: completed fraction of training, from 0 to 1, or None outside of training, where auxiliary losses
                 are zero.
@@ -65,11 +66,11 @@ class ModelWithLoss(nn.Module):
             torch.compiler.cudagraph_mark_step_begin()
         targets = torch.from_numpy(targets_BT)
         if progress is None:
-            hidden_BTD, memory = self.model(inputs_BT, memory)
-            losses_BT = self.model.nats(hidden_BTD, targets)
+            hidden_BXD, memory = self.model(inputs_BX, memory)
+            losses_BT = self.model.nats(hidden_BXD[:, -targets.shape[1] :], targets)
             auxiliary_BT = torch.zeros_like(losses_BT)
         else:
-            losses_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BT, targets, memory, progress=progress)
+            losses_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BX, targets, memory, progress=progress)
         if self.copy_memory:
             memory = memory.map(Tensor.clone)
         return losses_BT, auxiliary_BT, memory
@@ -106,7 +107,7 @@ class TrainStep:
         # number of targets in the loss, and of all targets (tokens read)
         counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
         weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
-        inputs_BT, targets_BT = to_device(torch.from_numpy(batch.inputs_BT), self.device), batch.targets_BT
+        inputs_BX, targets_BT = to_device(torch.from_numpy(batch.inputs_BX), self.device), batch.targets_BT
         nats, start = torch.zeros((), device=self.device), 0
         new_memories: list[Memory] = []
         for index, memory in enumerate(memories):
@@ -114,11 +115,11 @@ class TrainStep:
             start = rows.stop
             self.world.set_gradient_sync(self.model, index + 1 == len(memories))
             with autocast(self.device, self.config.dtype):
-                losses_BT, auxiliary_BT, memory = self.model(inputs_BT[rows], targets_BT[rows], memory, done)
+                losses_BT, auxiliary_BT, memory = self.model(inputs_BX[rows], targets_BT[rows], memory, done)
             ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (losses_BT.detach() * weight_BT[rows]).sum()
             new_memories.append(memory)
-        assert start == len(inputs_BT)
+        assert start == len(inputs_BX)
         grad_norm = self._clip_and_apply()
         metrics = (self.world.sum(nats), counts[0], grad_norm, counts[1])
         return torch.stack([metric.to(nats.dtype) for metric in metrics]), tuple(new_memories)

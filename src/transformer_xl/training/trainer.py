@@ -44,7 +44,7 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 from transformer_xl.training.divergence import DivergenceDetector, DivergenceState
 from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
 from transformer_xl.training.optimizers import build_optimizers, freeze_parameters
-from transformer_xl.training.schedules import learning_rate, set_learning_rate
+from transformer_xl.training.schedules import learning_rate, set_step_rates
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.validation import Validator
 
@@ -220,7 +220,7 @@ class Trainer:
             self.memories = self._initial_memories()
         if self.memories[0].length != batch.memory_length:
             self.memories = tuple(memory.resized(batch.memory_length) for memory in self.memories)
-        set_learning_rate(self.optimizers, learning_rate(state.step, config))
+        set_step_rates(self.optimizers, state.step, config, batch.learning_rate_ratio)
         metrics, self.memories = self._train_step(batch.batch, self.memories, done=state.step / config.max_steps)
         if self.weight_average is not None:
             self.weight_average.update(batch.next.step)
@@ -467,7 +467,7 @@ def training_memory(
     def activation_bytes(memory_length: int) -> int:
         count = min_activations(
             model,
-            segment_length=train.segment_length,
+            segment_length=train.num_inputs,
             memory_length=memory_length,
             recomputed=train.activation_checkpointing or train.compile != "none",  # compiled layers recompute some
         )
@@ -485,7 +485,7 @@ def training_memory(
             "lower model.n_layers or the widths of the model (model.d_model and so on)",
         ),
         MemoryUse(
-            f"the activations of {max(rows):,} x {train.segment_length:,} tokens",
+            f"the activations of {max(rows):,} x {train.num_inputs:,} tokens",
             new_activations,
             f"{fewer_rows}lower train.segment_length, or set train.activation_checkpointing",
         ),
@@ -504,11 +504,13 @@ def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedCont
         UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
     """
     split, bos_token_id = corpus.split("train"), corpus.tokenizer.bos_token_id
-    sizes = {"batch_size": config.batch_size, "segment_length": config.segment_length, "shard": world.shard}
+    # a step with a random segment length reads as many segments of one token
+    unit = 1 if config.random_segment_lengths else config.segment_length
+    sizes = {"batch_size": config.batch_size, "segment_length": unit, "shard": world.shard}
     dataset: TokenDataset = SegmentDataset(split.tokens, **sizes, bos_token_id=bos_token_id)
     if config.shuffle_documents:
         dataset = ShuffledDocumentDataset(
             split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed
         )
-    check_training(dataset)
+    check_training(dataset, config.segment_length)
     return dataset

@@ -3,7 +3,7 @@
 The text is split into as many batch rows as a training batch has, and these are distributed over the processes as in
 training.
 
-Shape suffixes: B batch rows of this process, T new tokens.
+Shape suffixes: B batch rows of this process, T new tokens, X = T and the extended context before them.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ class Validator:
         model.eval()
         try:
             for index in range(dataset.segments_in(epoch=0)):
-                segment = dataset.read(DatasetPosition(segment_index=index))
-                inputs_BT = to_device(torch.from_numpy(segment.inputs_BT), device)
+                position = DatasetPosition(segment_index=index)
+                context_length = dataset.context_length(position, self._config.extended_context_length)
+                segment = dataset.read(position, context_length=context_length)
+                inputs_BX = to_device(torch.from_numpy(segment.inputs_BX), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
                 with autocast(device, self._config.dtype):
-                    losses_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
+                    losses_BT, _, memory = model(inputs_BX, segment.targets_BT, memory)
                 pending.append((losses_BT * loss_mask_BT).sum())
                 if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.segments_in(epoch=0):
                     total += float(torch.stack(pending).cpu().double().sum())

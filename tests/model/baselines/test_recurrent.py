@@ -83,11 +83,12 @@ def test_zoneout_keeps_elements_of_the_state_in_training_only(tokens, monkeypatc
 
 
 def test_dropout_is_applied_to_the_embedding_and_each_layer_s_output(tokens, monkeypatch):
-    model, dropped = make_system("lstm", dropout=0.5), []
-    monkeypatch.setattr(model.dropout, "forward", lambda x: dropped.append(tuple(x.shape)) or x)
+    model, dropped = make_system("lstm", dropout=0.5, output_dropout=0.3), []
+    for dropout in (model.input_dropout, model.dropout, model.output_dropout):
+        monkeypatch.setattr(dropout, "forward", lambda x, p=dropout.p: dropped.append((tuple(x.shape), p)) or x)
     model(tokens(3, 5))
-    assert dropped == [(3, 5, 14)] * 4  # the embedding and three layers
-    assert model.dropout.p == 0.5
+    # the embedding and three layers
+    assert dropped == [((3, 5, 14), p) for p in (0.5, 0.5, 0.5, 0.3)]
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])

@@ -98,6 +98,7 @@ class TxlLM(TemplateLM):
             check_settings(EvaluationConfig, overrides, "model argument"),
             memory_lengths=self.run.memory_lengths,
         )
+        self.plan.refuse_extended_context("lm_eval")
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm_eval adds to the configuration in its results."""

@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(config.d_model, inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.dropout = FastDropout(config.dropout)
+        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
 
     @override
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None) -> Tensor:
@@ -197,7 +197,7 @@ class AbsoluteTransformer(LanguageModel):
             # flipped, because encode_distances returns encodings in descending order
             sinusoids_TD = encode_distances(num_new, x_BTD.shape[2], like=x_BTD).flip(0)
             x_BTD = x_BTD + sinusoids_TD.to(x_BTD.dtype)[row_BT]
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.input_dropout(x_BTD)
         mask_B1TT = _attention_mask(position_BT, memory.context_limits.attention_window, padded=lengths_B is not None)
         states_BTD = [x_BTD]
         for index, layer in enumerate(self.layers):
@@ -205,30 +205,25 @@ class AbsoluteTransformer(LanguageModel):
                 x_BTD = x_BTD + self.position_embeddings[index, :num_new].to(x_BTD.dtype)[row_BT]
             x_BTD = self.run_layer(layer, x_BTD, mask_B1TT)
             states_BTD.append(x_BTD)
-        states_BTD[-1] = self._final(x_BTD)
+        states_BTD[-1] = self.final_norm(x_BTD)
         return states_BTD, memory.advance((), num_new, lengths_B)
 
     @override
     def training_losses(
         self, tokens_BT: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
-        states_BTD, memory = self.hidden_states(tokens_BT, memory)
-        losses_BT = self.nats(states_BTD[-1], targets_BT)
-        auxiliary_BT, num_layers = torch.zeros_like(losses_BT), len(self.layers)
+        states_BTD, losses_BT, auxiliary_BT, memory = self._losses(tokens_BT, targets_BT, memory)
+        num_layers = len(self.layers)
         targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT").to(losses_BT.device)
         for number, hidden_BTD in enumerate(states_BTD[1:], start=1):
             if number < num_layers:
-                hidden_BTD = self._final(hidden_BTD)
+                hidden_BTD = self.output_dropout(self.final_norm(hidden_BTD))
                 if progress >= number / (2 * num_layers):
                     hidden_BTD = hidden_BTD[:0]  # an empty batch, whose loss has gradients of zero instead of None
             for heads, weight, offset in ((self.next_heads, 1.0, 0), (self.second_heads, _SECOND_TARGET_WEIGHT, 1)):
                 if str(number) in heads:
                     auxiliary_BT = auxiliary_BT + weight * _loss(heads[str(number)], hidden_BTD, targets_BT, offset)
         return losses_BT, auxiliary_BT, memory
-
-    def _final(self, x_BTD: Tensor) -> Tensor:
-        """Apply the final LayerNorm (if any) and dropout to a layer's output."""
-        return self.dropout(self.final_norm(x_BTD))
 
 
 def _attention_mask(position_BT: Tensor, window: int | None, *, padded: bool) -> Tensor | None:

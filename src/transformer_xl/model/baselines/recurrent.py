@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from transformer_xl.config import QRNNConfig, RecurrentConfig
 from transformer_xl.model.baselines.scan import linear_recurrence
+from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 
@@ -175,6 +176,7 @@ class RecurrentModel(LanguageModel):
     def __init__(self, config: RecurrentConfig, *, memory_length: int = 128) -> None:
         """Build the model with initial weights drawn from torch's global random state."""
         super().__init__(config, memory_length=memory_length)
+        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)  # between layers
         layers = [
             QRNNLayer(config) if isinstance(config, QRNNConfig) else LSTMLayer(config) for _ in range(config.n_layers)
         ]
@@ -208,12 +210,13 @@ class RecurrentModel(LanguageModel):
 
     @override
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
-        states_BTD = [self.dropout(x_BTD)]
+        states_BTD = [self.input_dropout(x_BTD)]
         caches: list[RecurrentCache] = []
         for layer, cache in zip(self.layers, memory.layers, strict=True):
             assert isinstance(cache, RecurrentCache)
             x_BTD, state_BXD = self.run_layer(layer, states_BTD[-1], cache.state_BXD, lengths_B)
-            states_BTD.append(self.dropout(x_BTD))
+            is_last = len(caches) + 1 == len(self.layers)
+            states_BTD.append(x_BTD if is_last else self.dropout(x_BTD))
             caches.append(RecurrentCache(state_BXD.detach().to(cache.state_BXD.dtype)))
         # with memory_length 0, the next segment starts from the empty states of this memory too
         return states_BTD, memory.advance(caches if memory.length else memory.layers, x_BTD.shape[1], lengths_B)
