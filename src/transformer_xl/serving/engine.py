@@ -214,6 +214,12 @@ class Engine:
                 with self._failures({one.job for one in batch.all()}), served.computing():
                     self._step(served, batch)
             if not len(batch):
+                self._keep_empty(key)
+
+    def _keep_empty(self, kept: tuple[str, int]) -> None:
+        """Keep the storage of an empty batch for the next sequences, and no other empty batch of the same model."""
+        for key, batch in list(self._batches.items()):
+            if key != kept and key[0] == kept[0] and not len(batch):
                 del self._batches[key]
 
     def _admitted(self) -> list[TextJob]:
