@@ -453,8 +453,8 @@ function showAttention() {
   const weights = meanAttention(attention, layer, head);
   const highest = Math.max(...weights);
   const names = [layer === "" ? "all layers" : `layer ${layer}`, head === "" ? "all heads" : `head ${head}`];
-  element("attention-title").textContent = `Token ${index} looks at: ${nameOf(shown[index].token.id)} `
-    + `(${names.join(", ")}${layer === "" || head === "" ? ", mean" : ""})`;
+  element("attention-title").textContent = `Where token ${index} (${nameOf(shown[index].token.id)}) looks: `
+    + `${layer === "" || head === "" ? "mean of " : ""}${names.join(", ")}`;
   element("half").textContent = (highest / 2).toPrecision(2);
   element("highest").textContent = `${highest.toPrecision(2)}, the highest here`;
   // the token that begins a text comes before the first one, and is not in the document
