@@ -316,7 +316,10 @@ def test_where_a_token_looks(tab, served) -> None:
             np.testing.assert_allclose([float(row[2]) for row in table], np.sort(mean)[::-1][:10], rtol=0.01)
             assert int(table[0][1]) == mean.argmax()
         tab.select_option("#layer", "")
-    assert f"Where token {query} (\u2068a\u2069) looks: mean of all layers, head 0" in tab.locator("#attention-title").inner_text()
+    assert (
+        f"Where token {query} (\u2068a\u2069) looks: mean of all layers, head 0"
+        in tab.locator("#attention-title").inner_text()
+    )
     assert tab.locator("#attended").evaluate("e => e.scrollWidth <= e.clientWidth")
     tab.locator("#attended span").nth(5).hover()
     tab.keyboard.press("Escape")
