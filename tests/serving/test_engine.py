@@ -274,6 +274,29 @@ def test_damaged_memory_of_one_does_not_reach_others(engines) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory"])
+def test_what_an_earlier_sequence_left_reaches_no_other(engines, name: str) -> None:
+    """Not even infinite keys and values, in the rows of texts of all lengths that join, leave and move."""
+    run, served, engine = engines(name, max_rows=4)
+    texts = []
+    for _ in range(2):
+        made = [make_job(served, "a" + "b" * index, 3 + 40 * index, seed=index) for index in range(6)]
+        engine.submit(*(job for job, _ in made))
+        texts.append([listener.wait()[0] for _, listener in made])
+        while not engine.is_idle:
+            pass
+        (batch,) = engine._batches.values()  # it stays for the next requests
+        for tensor in (tensor for pair in batch._storage for tensor in pair):
+            tensor.fill_(torch.inf)
+        batch._num_zeros = [0] * 4
+    expected = [
+        generate(run, "a" + "b" * index, seed=index, max_new_tokens=3 + 40 * index, top_k=None).text
+        for index in range(6)
+    ]
+    assert texts == [expected, expected]
+
+
+@torch.inference_mode()
 def test_stop_string_cuts_text_and_tokens(engines) -> None:
     run, served, engine = engines()
     free = generate(run, "abc", max_new_tokens=40, seed=1, top_k=None)
