@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py RUN --clients 1,8,64 --seconds 60 [--tokens 128] [--prompt-tokens 64]
     python benchmarks/serving.py RUN --clients 64 --seconds 60 --server transformers     the peer
-    python benchmarks/serving.py RUN --clients 64 --seconds 1800 --drop 0.1 --check 200  a soak
+    python benchmarks/serving.py RUN --clients 64 --seconds 60 --drop 0.1 --check 200    with clients that vanish
 
 RUN is the folder of a run, or the name of a recipe, of which a run with random weights is made. The server is a process
 of its own. Each client sends one request after the other and reads the stream; with --drop, that share of requests is

@@ -157,6 +157,18 @@ def test_memory_use_is_the_same_for_a_long_text(make_model, tokens):
     assert 0 < max_elements(17 * 4) == max_elements(17 * 16)
 
 
+def test_n_grams_reach_into_the_segment_before(make_model, text):
+    """With memory for the whole text, segments have the attention of one pass."""
+    model = make_model(n_layers=2, max_ngram=4, ngram_buckets=31, d_ngram=5)
+    segments, whole = (
+        trace_maps(model, text, EvaluationPlan(length, ContextLimits(memory)), 53)
+        for length, memory in ((5, 60), (53, 0))
+    )
+    for layer, head in np.ndindex(whole.shape):
+        maps = [one.map_QQ("probability", layer, head) for one in (segments, whole)]
+        np.testing.assert_allclose(*maps, atol=1e-10)
+
+
 @pytest.mark.parametrize("attend_empty", [False, True])
 def test_slots_that_are_never_filled_are_omitted(make_model, text, attend_empty):
     """A memory far longer than the text gives the values of one just long enough, unless empty slots are attended."""

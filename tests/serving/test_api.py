@@ -180,6 +180,40 @@ def test_model_list_tokens_and_metrics(run: Run, client: httpx2.Client, gpt: ope
     assert "txl_time_to_first_token_seconds_count" in metrics
 
 
+def test_attention_of_a_token(client: httpx2.Client) -> None:
+    body = {"prompt": PROMPT, "position": 20, "memory_length": 32}
+    answer = client.post("/attention", json=body).json()
+    num_layers, num_heads = client.get("/v1/models/tiny").json()["attention"]
+    attention = answer["attention"]
+    assert (answer["position"], len(attention), len(attention[0])) == (20, num_layers, num_heads)
+    assert len(attention[0][0]) == 1 + 21  # the token that begins a text comes first
+    for layer in attention:
+        for head in layer:
+            assert sum(head) == pytest.approx(1, abs=1e-4)
+    ids = list(PROMPT.encode())
+    assert client.post("/attention", json={**body, "prompt": ids[:21], "position": None}).json() == answer
+    bare = client.post("/attention", json={**body, "add_special_tokens": False}).json()["attention"]
+    assert len(bare[0][0]) == 21
+    assert "position 40: the prompt has 37 tokens" in error_of(client, 400, "/attention", prompt=PROMPT, position=40)
+    assert "above 64" in error_of(client, 400, "/attention", prompt="a", memory_length=65)
+    assert "is empty" in error_of(client, 400, "/attention", prompt="")
+
+
+def test_attention_needs_a_model_that_has_some_and_a_bounded_answer(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_xl.serving import requests
+
+    lstm = make_run(tmp_path / "lstm", "lstm")
+    with running({"lstm": lstm, "tiny": run}) as (client, _):
+        assert "lstm has no attention to show" in error_of(client, 400, "/attention", prompt="a")
+        assert client.get("/v1/models/lstm").json()["attention"] is None
+        monkeypatch.setattr(requests, "_MAX_ATTENTION", 40)
+        message = error_of(client, 400, "/attention", model="tiny", prompt=PROMPT)
+        assert "2 x 2 heads to 18 tokens is too much" in message
+        assert client.post("/attention", json={"model": "tiny", "prompt": PROMPT, "position": 3}).status_code == 200
+
+
 # Chat
 
 

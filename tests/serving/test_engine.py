@@ -15,6 +15,7 @@ import torch
 from runs import MODELS
 from servers import make_run
 
+from transformer_xl.analysis.attention_maps import trace_attention
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.config import GenerationConfig
@@ -111,6 +112,28 @@ def test_prompts_are_scored_as_by_score(engines, name: str, memory_length: int |
         (expected,) = score(run, run.tokenizer.decode_bytes(job.prompt_ids), **options)
         assert [token.token_id for token in job.prompt_tokens] == job.prompt_ids
         assert [token.logprob for token in job.prompt_tokens] == pytest.approx(list(-expected.nats_K), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "n-grams", "window", "shaw", "attends to empty memory"])
+@pytest.mark.parametrize("memory_length", [None, 0])
+def test_attention_is_that_of_the_analysis(engines, name: str, memory_length: int | None) -> None:
+    """Of tokens at the beginning, in the middle and at the end of segments, before the memory is full and after."""
+    run, served, engine = engines(name)
+    length = served.check_memory_length(memory_length)
+    plan = replace(served.plan, context_limits=replace(served.plan.context_limits, memory_length=length))
+    for number in (1, 6, 7, 8, 40, 200):
+        job, listener = make_job(served, LONG[:number], 0, memory_length=length, shows_attention=True)
+        engine.submit(job)
+        end = listener.wait()[2]
+        assert isinstance(end, Finished), end
+        layers: list[Any] = []
+        trace_attention(run.model, job.input_ids, plan, [layers.append])
+        for layer, found_NP in zip(layers[-run.config.model.n_layers :], end.attention_LNP, strict=True):
+            expected_NS = layer.terms.probabilities_BNTS[0, :, -1].flip(-1)
+            num_distances = found_NP.shape[1]
+            torch.testing.assert_close(found_NP, expected_NS[:, :num_distances], atol=1e-5, rtol=1e-4)
+            if name != "attends to empty memory":
+                assert not expected_NS[:, num_distances:].any()
 
 
 def run_with(engines, run: Run, others: list[str]) -> tuple[str, list[ScoredToken]]:
@@ -248,6 +271,29 @@ def test_damaged_memory_of_one_does_not_reach_others(engines) -> None:
     engine.submit(good, bad)
     assert isinstance(bad_listener.wait()[2], Failed)
     assert good_listener.wait()[0] == generate(run, "y", max_new_tokens=40, seed=2, top_k=None).text
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory"])
+def test_what_an_earlier_sequence_left_reaches_no_other(engines, name: str) -> None:
+    """Not even infinite keys and values, in the rows of texts of all lengths that join, leave and move."""
+    run, served, engine = engines(name, max_rows=4)
+    texts = []
+    for _ in range(2):
+        made = [make_job(served, "a" + "b" * index, 3 + 40 * index, seed=index) for index in range(6)]
+        engine.submit(*(job for job, _ in made))
+        texts.append([listener.wait()[0] for _, listener in made])
+        while not engine.is_idle:
+            pass
+        (batch,) = engine._batches.values()  # it stays for the next requests
+        for tensor in (tensor for pair in batch._storage for tensor in pair):
+            tensor.fill_(torch.inf)
+        batch._num_zeros = [0] * 4
+    expected = [
+        generate(run, "a" + "b" * index, seed=index, max_new_tokens=3 + 40 * index, top_k=None).text
+        for index in range(6)
+    ]
+    assert texts == [expected, expected]
 
 
 @torch.inference_mode()

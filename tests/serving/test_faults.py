@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from servers import make_run, running
 
 from transformer_xl.cli.main import run as run_command
+from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
 from transformer_xl.serving import sessions as sessions_module
 
@@ -44,6 +47,10 @@ def assert_clear(answer: httpx2.Response) -> None:
     assert 200 <= answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         assert answer.json()["error"]["message"]
+    assert_no_inside(answer)
+
+
+def assert_no_inside(answer: httpx2.Response) -> None:
     assert "Traceback" not in answer.text
     assert "site-packages" not in answer.text
 
@@ -121,6 +128,32 @@ def test_client_that_vanishes_stops_its_request(run: Run) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         assert runner.engine.counters.cancelled == 2
+
+
+def test_two_models_at_once_each_give_their_own_text(run: Run, tmp_path: Path) -> None:
+    """Requests of both, with sessions and without, are stepped in turns; a session belongs to its model."""
+    runs = {"tiny": run, "other": make_run(tmp_path / "other", "pre-norm")}
+    with running(runs) as (client, runner):
+
+        def text_of(index: int) -> str:
+            name, session = list(runs)[index % 2], {"session": "new"} if index % 3 else {}
+            body = {"model": name, "prompt": f"text {index}", "max_tokens": 60 + index, "seed": index, **session}
+            answer = httpx2.post(f"{client.base_url}/v1/completions", json=body, timeout=60).json()
+            assert answer["model"] == name
+            return answer["choices"][0]["text"]
+
+        with ThreadPoolExecutor(12) as pool:
+            texts = list(pool.map(text_of, range(24)))
+        for index, text in enumerate(texts):
+            model = list(runs.values())[index % 2]
+            expected = generate(model, f"text {index}", max_new_tokens=60 + index, seed=index, top_k=None)
+            assert text == expected.text, index
+        assert runner.engine.counters.step_rows > 1.5 * runner.engine.counters.steps, "they did not run together"
+        session = make_session(client)
+        answer = client.post("/v1/completions", json={**BODY, "model": "other", "session": session})
+        assert "belongs to the model tiny, not other" in answer.json()["error"]["message"]
+        answer = client.post("/v1/completions", json={**BODY, "model": "third"})
+        assert "the models are tiny, other" in answer.json()["error"]["message"]
 
 
 def test_death_of_the_model_thread_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,48 +254,56 @@ def test_sessions_survive_a_restart(run: Run, tmp_path: Path, capsys: pytest.Cap
     assert "session-forged.safetensors is left out" in capsys.readouterr().err
 
 
-def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformer_xl import tensor_file
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """Let the system refuse what is written to any file beyond a size, as a full disk does: after a part of it."""
+    resource = pytest.importorskip("resource", reason="needs the limits of POSIX")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    with running({"tiny": run}, sessions=str(tmp_path)) as (client, _):
+
+def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path) -> None:
+    with running({"tiny": run}, sessions=str(tmp_path), memory_length=4000) as (client, _):
         session = make_session(client)
         before = client.get(f"/v1/sessions/{session}").json()
         files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(tensor_file, "write_safetensors", full)
-            answer = client.post("/v1/completions", json={**BODY, "session": session})
+        body = {**BODY, "session": session, "prompt": "a" * 4000}  # whose memory has more bytes than a file may have
+        with small_files(2**18):
+            answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 507
             assert str(tmp_path) not in answer.text
-            body = {**BODY, "session": session, "stream": True}
-            streamed = client.post("/v1/completions", json=body).text
+            streamed = client.post("/v1/completions", json={**body, "stream": True}).text
             assert "session_not_saved" in streamed
             assert "[DONE]" not in streamed
         assert client.get(f"/v1/sessions/{session}").json() == before
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
-        assert client.post("/v1/completions", json={**BODY, "session": session}).status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 200
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_size > 2**18
 
 
 # The command
 
 
-def start(run: Run, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
-    command = [
-        sys.executable,
-        "-m",
-        "transformer_xl",
-        "serve",
-        str(run.path),
-        "--port",
-        "0",
-        "--threads",
-        "1",
-        *options,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+PROGRAM = ("-m", "transformer_xl")
+DYING_PROGRAM = """
+from transformer_xl.cli.main import main
+from transformer_xl.serving.engine import Engine
+
+Engine._step = None
+Engine._failures = lambda self, jobs: __import__("contextlib").nullcontext()
+main()
+"""
+
+
+def start(run: Run, *options: str, program: Sequence[str] = PROGRAM) -> tuple[subprocess.Popen[str], str]:
+    """Start a server, and return its process and address."""
+    command = [sys.executable, *program, "serve", str(run.path), "--port", "0", "--threads", "1", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if match := re.search(r"on (http://\S+) ", line):
@@ -277,24 +318,80 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.stderr.close()
 
 
-def test_sigterm_under_load_finishes_what_runs(run: Run, tmp_path: Path) -> None:
-    """The stream that runs ends properly, its session is saved, and the command ends with status 143."""
-    process, address = start(run, "--sessions", str(tmp_path), "--shutdown-seconds", "300")
+def test_sigterm_under_load_finishes_what_runs_and_waits(run: Run, tmp_path: Path) -> None:
+    """A stream ends properly and its session is saved; others, of which most wait, are answered; the status is 143."""
+    process, address = start(run, "--sessions", str(tmp_path), "--shutdown-seconds", "300", "--max-batch", "2")
     try:
         body = {**BODY, "max_tokens": 400, "stream": True, "session": "new"}
-        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as answer:
+        with (
+            ThreadPoolExecutor(6) as pool,
+            httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as answer,
+        ):
             lines = answer.iter_lines()
             first = json.loads(next(lines).removeprefix("data: "))
+            other = {**BODY, "max_tokens": 100}
+            others = [pool.submit(httpx2.post, f"{address}/v1/completions", json=other, timeout=300) for _ in range(6)]
+            while (waiting := waiting_in(address)) < 4:
+                assert not any(one.done() and one.exception() for one in others), waiting
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
+            texts = {one.result().json()["choices"][0]["text"] for one in others}
         assert rest[-1] == "data: [DONE]"
+        assert texts == {generate(run, "abc", seed=1, max_new_tokens=100, top_k=None).text}
         assert process.wait(300) == 143
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{address}/health")
     finally:
         stop(process)
     process, address = start(run, "--sessions", str(tmp_path))
     try:
         described = httpx2.get(f"{address}/v1/sessions/{first['session']}").json()
         assert described["tokens"] == 1 + 3 + 400
+    finally:
+        stop(process)
+
+
+def waiting_in(address: str) -> int:
+    """Return how many prompts wait."""
+    return int(re.search(r"^txl_requests_waiting (\d+)", httpx2.get(f"{address}/metrics").text, re.M)[1])
+
+
+def test_sigterm_cuts_what_takes_too_long(run: Run, tmp_path: Path) -> None:
+    """After --shutdown-seconds, requests end with a clear error, sessions are as they were, and nothing is printed."""
+    process, address = start(run, "--sessions", str(tmp_path), "--shutdown-seconds", "1")
+    try:
+        session = httpx2.post(f"{address}/v1/completions", json={**BODY, "session": "new"}).json()["session"]
+        body = {**BODY, "max_tokens": 60_000, "stream": True, "session": session}
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=300) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "the server is stopping" in rest[-1]
+        assert process.wait(60) == 143
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        stop(process)
+    process, address = start(run, "--sessions", str(tmp_path))
+    try:
+        assert httpx2.get(f"{address}/v1/sessions/{session}").json()["tokens"] == 1 + 3 + 16
+    finally:
+        stop(process)
+
+
+def test_command_ends_when_the_model_thread_dies(run: Run) -> None:
+    """The client gets a plain answer, the log says why, and the status is 1, so that systemd starts it again."""
+    process, address = start(run, program=("-c", DYING_PROGRAM))
+    try:
+        answer = httpx2.post(f"{address}/v1/completions", json=BODY, timeout=60)
+        assert answer.status_code == 500
+        assert_no_inside(answer)
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "TypeError" in log
+        assert "the thread that runs the models has died" in log
     finally:
         stop(process)
 

@@ -280,6 +280,53 @@ def test_memory_with_and_without(tab, run: Run) -> None:
     assert [float(values[1]), float(values[2])] == pytest.approx(expected, abs=0.006)
 
 
+def test_where_a_token_looks(tab, served) -> None:
+    """The mean of all heads, and each head, as the server computes them."""
+    write(tab, PROMPT, max_tokens=0)
+    tab.check("#attend")
+    assert "Click a token" in tab.locator("#attention-title").inner_text()
+    tab.focus("#text span")
+    tab.keyboard.press("End")
+    for _ in range(3):
+        tab.keyboard.press("ArrowLeft")
+    tab.keyboard.press("Enter")
+    tab.locator("#attended span.query").wait_for()
+    query, length = NUM_BYTES - 4, 11
+    for memory in (None, 64):
+        if memory is not None:
+            tab.focus("#memory")
+            tab.keyboard.press("End")
+            length = memory
+        body = {"prompt": list(PROMPT.encode()), "position": query, "memory_length": length}
+        weights = np.array(served[0].post("/attention", json=body).json()["attention"])
+        num_seen = min(weights.shape[-1], query + 1)  # the token that begins the text is not in it
+        tab.locator(f"#attended span:nth-child({num_seen}):last-child").wait_for()
+        for layer, head in ((None, None), (1, None), (1, 0)):
+            if layer is not None:
+                tab.select_option("#layer", str(layer))
+            tab.select_option("#head", "" if head is None else str(head))
+            rows = weights if layer is None else weights[layer : layer + 1]
+            mean = rows.reshape(-1, rows.shape[-1]).mean(0) if head is None else rows[0, head]
+            strengths = tab.locator("#attended span").evaluate_all(
+                "a => a.map(e => Number(e.style.getPropertyValue('--strength')))"
+            )
+            np.testing.assert_allclose(strengths[::-1], (mean / mean.max())[:num_seen], atol=1e-3)
+            table = [row.split("\t") for row in tab.locator("#strongest tbody tr").all_inner_texts()]
+            assert len(table) == 10
+            np.testing.assert_allclose([float(row[2]) for row in table], np.sort(mean)[::-1][:10], rtol=0.01)
+            assert int(table[0][1]) == mean.argmax()
+        tab.select_option("#layer", "")
+    assert (
+        f"Where token {query} (\u2068a\u2069) looks: mean of all layers, head 0"
+        in tab.locator("#attention-title").inner_text()
+    )
+    assert tab.locator("#attended").evaluate("e => e.scrollWidth <= e.clientWidth")
+    tab.locator("#attended span").nth(5).hover()
+    tab.keyboard.press("Escape")
+    assert "Click a token" in tab.locator("#attention-title").inner_text()
+    assert tab.locator("#attended").is_hidden()
+
+
 def test_work_is_kept_and_a_link_has_the_text(tab, open_page, served, browser) -> None:
     write(tab, PROMPT)
     ids, bits = ids_of(tab), bits_of(tab)
@@ -317,8 +364,10 @@ def test_phone_width_and_dark(tab) -> None:
     write(tab, PROMPT + "W" * 200, max_tokens=5)
     tab.check("#compare")
     tab.locator("#difference span").nth(9).wait_for()
+    tab.check("#attend")
     tab.locator("#text span").nth(9).click()
     selected(tab, "9:")
+    tab.locator("#attended span.query").wait_for()
     box = tab.locator("#branch").bounding_box()  # in the window, wherever the text is
     assert 0 <= box["y"] <= 844 - box["height"]
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
@@ -331,7 +380,7 @@ def test_phone_width_and_dark(tab) -> None:
 def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) -> None:
     """The other one has no memory, and so no choice of its length."""
     vaswani = make_run(tmp_path / "vaswani", "vaswani")
-    with running({"tiny": run, "vaswani": vaswani}) as (client, _):
+    with running({"tiny": run, "vaswani": vaswani}) as (client, _):  # no attention by distance either
         tab = open_page(str(client.base_url).rstrip("/"))
         tab.locator("#model option").first.wait_for(state="attached")
         write(tab, PROMPT, max_tokens=0)
@@ -341,6 +390,7 @@ def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) ->
         (expected,) = score(vaswani, PROMPT)
         np.testing.assert_allclose(bits_of(tab), expected.nats_K / np.log(2), atol=0.051)
         assert tab.locator("#memory-choice").is_hidden()
+        assert tab.locator("#attention-choice").is_hidden()
         write(tab, "then")
         assert tab.locator("#text span").count() == NUM_BYTES + 4 + 12
         # back in the text of the first model
@@ -380,7 +430,7 @@ def test_key_is_asked_for_and_not_kept(open_page, run: Run, tmp_path: Path) -> N
 
 def test_page_is_served_with_a_content_security_policy(served) -> None:
     client = served[0]
-    for path in ("/", "/page/page.css", "/page/page.js", "/page/server.js", "/page/work.js"):
+    for path in ("/", "/page/page.css", "/page/page.js", "/page/attention.js", "/page/server.js", "/page/work.js"):
         answer = client.get(path)
         assert answer.status_code == 200
         policy = answer.headers["content-security-policy"]

@@ -36,7 +36,7 @@ from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import LayerCache
+from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.token_store import Tokens
 
@@ -125,6 +125,7 @@ def trace_attention(
         ids_T = np.asarray(tokens_K[start : start + plan.segment_length], dtype=np.int64)
         with compute_context(device, "float32"):
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
+            _, next_memory = model.embed(tokens_BT, memory, None, None)  # which has the tokens for n-gram embeddings
             caches: list[LayerCache] = []
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
                 tensors = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
@@ -136,9 +137,30 @@ def trace_attention(
                 for callback in callbacks:
                     callback(LayerAttention(layer, start, min(start, memory_length), trace.terms))
                 caches.append(trace.cache)
-            memory = memory.advance(caches, len(ids_T))
+            memory = next_memory.advance(caches, len(ids_T))
         if progress:
             progress(len(ids_T))
+
+
+def attention_of_last(model: TransformerXL, tokens_BT: Tensor, memory: Memory) -> Tensor:
+    """Return the attention of the last token by distance, for each layer and head.
+
+    Args:
+        model: in evaluation mode.
+        tokens_BT: the tokens to process, with batch size 1; at least one.
+        memory: the memory before them.
+
+    Returns:
+        probabilities (L, N, P) on the CPU, at distance 0 (the token itself) to P - 1; with the setting
+        attend_empty_memory, what empty slots get is left out.
+    """
+    num_seen = int(memory.valid_B[0]) + tokens_BT.shape[1]
+    num_distances = min(num_seen, memory.context_limits.attention_window or num_seen)
+    layers = [
+        _by_distance(trace.terms.probabilities_BNTS[:, :, -1:], num_distances)[:, 0]
+        for trace in model.trace(tokens_BT, memory)
+    ]
+    return torch.stack(layers).float().cpu()
 
 
 def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's completions and chat completions, tokens, sessions, health and metrics.
+"""The HTTP API: OpenAI's completions and chat completions, tokens, attention, sessions, health and metrics.
 
 What a body may have is in `protocol.py`, what is checked before in `guard.py`, how a request runs in `requests.py`.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from transformer_xl import __version__
@@ -28,11 +29,12 @@ from transformer_xl.serving.answers import (
     text_offsets,
     usage,
 )
-from transformer_xl.serving.jobs import Delta, Event, ScoredToken
+from transformer_xl.serving.jobs import Delta, Event, Finished, ScoredToken
 from transformer_xl.serving.metrics import resident_bytes
 from transformer_xl.serving.page_files import add_page
 from transformer_xl.serving.protocol import (
     ApiError,
+    AttentionBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -72,6 +74,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         version=__version__,
         docs_url=None,  # those pages load scripts from other hosts
         redoc_url=None,
+        redirect_slashes=False,
         responses=_ERRORS,
     )
     names = {name: TokenNames(served.run.tokenizer) for name, served in runner.engine.models.items()}
@@ -144,6 +147,25 @@ def build_app(runner: RequestRunner) -> FastAPI:
             "pad_token": None,
         }
 
+    @app.post("/attention")
+    async def attention(body: AttentionBody, request: Request) -> dict[str, Any]:
+        """Return what one token attends to: the probability at each distance, of each layer and head."""
+        text = await runner.attention(body, request.state.owner)
+        probabilities: list[Any] = []
+        async for _, news in runner.events(text, request):
+            for event in news:
+                if isinstance(event, Finished) and event.attention_LNP is not None:
+                    rounded_LNP = event.attention_LNP.double().round(decimals=6)
+                    probabilities = await run_in_threadpool(rounded_LNP.tolist)
+        (job,) = text.jobs
+        return {
+            "object": "attention",
+            "model": text.served.name,
+            "position": len(job.prompt_ids) - 1,
+            "memory_length": job.memory_length,
+            "attention": probabilities,
+        }
+
     _add_sessions(app, runner)
     add_page(app)
 
@@ -185,6 +207,7 @@ def _model_entry(runner: RequestRunner, name: str, created: int) -> dict[str, An
         "memory_length": length,
         "max_memory_length": served.max_memory_length,
         "memory_bytes": served.row_bytes(length),
+        "attention": served.attention_shape,
     }
 
 
@@ -264,8 +287,6 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
     )
     async def import_session(request: Request) -> dict[str, Any]:
         """Make a session from an exported file."""
-        from starlette.concurrency import run_in_threadpool
-
         content = await request.body()
         session = await run_in_threadpool(sessions.imported, content, request.state.owner)
         return session.as_dict()

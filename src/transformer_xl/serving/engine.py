@@ -9,7 +9,7 @@ all sequences of one model and memory length. So what is read does not depend on
 each row from its own tokens and memory; others can only change its shape, and with that the last bits.
 
 Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R most likely tokens, G rows with the same
-settings.
+settings; L layers, N heads, P distances.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from transformer_xl.analysis.attention_maps import attention_of_last, require_attention_terms
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.generation.batch import PREFILL_SEGMENT
@@ -114,12 +115,12 @@ class Engine:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after the current round; jobs that are not finished fail."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread after the current round, and wait for that; jobs that are not finished fail."""
         with self._lock:
             self._is_stopping = True
             self._lock.notify()
-        if self._thread.is_alive():
+        if wait and self._thread.is_alive():
             self._thread.join()
 
     def submit(self, *jobs: TextJob) -> None:
@@ -214,6 +215,12 @@ class Engine:
                 with self._failures({one.job for one in batch.all()}), served.computing():
                     self._step(served, batch)
             if not len(batch):
+                self._keep_empty(key)
+
+    def _keep_empty(self, kept: tuple[str, int]) -> None:
+        """Keep the storage of an empty batch for the next sequences, and no other empty batch of the same model."""
+        for key, batch in list(self._batches.items()):
+            if key != kept and key[0] == kept[0] and not len(batch):
                 del self._batches[key]
 
     def _admitted(self) -> list[TextJob]:
@@ -243,6 +250,9 @@ class Engine:
     def _begin(self, job: TextJob) -> None:
         """Prepare to read the prompt of a job."""
         self._running[job] = []
+        if job.shows_attention:
+            self._reading.append(_Reading(job, None, self._attention_reader(job)))
+            return
         served, ids = job.served, job.input_ids
         read = ids if job.max_tokens else ids[:-1]  # the newest token is read when one is to follow it
         first = 0 if job.state is None else 1  # the newest token of a state is read by itself, as by `generate`
@@ -267,6 +277,28 @@ class Engine:
                     bounds = _segments_from_end(len(read), first)
                 reader = PromptReader(served, memory, read, bounds, served.generation_slots(job.memory_length))
         self._reading.append(_Reading(job, scoring, reader))
+
+    @staticmethod
+    def _attention_reader(job: TextJob) -> PromptReader:
+        """Return what reads the tokens before those whose attention is computed, in the segments of `score`."""
+        served, ids = job.served, job.input_ids
+        with served.computing():
+            memory = served.scoring_memory(job.memory_length, len(ids))
+        num_read = len(ids) - _num_traced(job)
+        bounds = _segments_from_start(num_read, served.plan.segment_length, 0)
+        return PromptReader(served, memory, ids[:num_read], bounds, job.memory_length)
+
+    def _attention(self, job: TextJob, memory: Memory) -> Tensor:
+        """Return the attention (L, N, P) of the last token of a job, after the tokens in `memory`."""
+        served, num_traced = job.served, _num_traced(job)
+        if served.is_trimmed:  # what the segment of the last token sees before it
+            offset = (len(job.input_ids) - 1) % served.plan.segment_length
+            memory = memory.limited([job.memory_length + offset])
+        tokens_BT = torch.tensor([job.input_ids[-num_traced:]], device=served.device)
+        attention_LNP = attention_of_last(require_attention_terms(served.model), tokens_BT, memory)
+        if not bool(attention_LNP.isfinite().all()):
+            raise UserError(_DAMAGED)
+        return attention_LNP
 
     def _read(self, reading: _Reading) -> int:
         """Read a slice of a prompt, and return its number of tokens."""
@@ -302,6 +334,10 @@ class Engine:
     def _start_generating(self, reading: _Reading) -> None:
         """Let the samples of a job whose prompt is read join a batch with their first token, or finish the job."""
         job, reader = reading.job, reading.reader
+        if job.shows_attention:
+            assert reader is not None
+            self._end(job, Finished(None, self._attention(job, reader.memory)))
+            return
         if job.score_prompt and job.state is None and not job.add_bos:
             job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
         if not job.score_prompt:
@@ -416,6 +452,14 @@ class Engine:
             failed = Failed(str(error), 422) if isinstance(error, UserError) else Failed(_FAILED)
             for job in jobs:
                 self._end(job, failed)
+
+
+def _num_traced(job: TextJob) -> int:
+    """Return how many of the last tokens are read when attention is computed: one, or those of its segment.
+
+    Empty slots that are attended cannot be limited to what a segment sees, so such a model reads it at once.
+    """
+    return 1 if job.served.is_trimmed else (len(job.input_ids) - 1) % job.served.plan.segment_length + 1
 
 
 def _segments_from_end(length: int, first: int) -> list[int]:

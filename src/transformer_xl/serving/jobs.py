@@ -1,4 +1,7 @@
-"""A prompt with the samples that continue it: what the engine runs, and what it returns."""
+"""A prompt with the samples that continue it: what the engine runs, and what it returns.
+
+Shape suffixes: L layers, N heads, P distances.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder, FinishReason
@@ -46,6 +50,8 @@ class Finished:
 
     state: MemoryState | None
     """The memory after prompt and sample, if the job keeps it."""
+    attention_LNP: Tensor | None = None
+    """The attention of the last token by layer, head and distance, if the job asks for it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class TextJob:
     """Whether the memory at the end is returned."""
     owner: str = ""
     """Whose job it is; waiting jobs of several owners take turns."""
+    shows_attention: bool = False
+    """Whether the attention of the last token of the prompt is returned; nothing is generated then."""
     streams: bool = False
     """Whether each step is told to the listener, not only the end."""
 

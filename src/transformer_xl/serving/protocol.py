@@ -178,6 +178,21 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
+class AttentionBody(Body):
+    """The body of /attention."""
+
+    model: str | None = None
+    """Name of the model, the first one if it is left out."""
+    prompt: str | list[TokenId]
+    """Text or token ids."""
+    position: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Index of the token whose attention is returned, from 0; the last one if it is left out."""
+    memory_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Memory slots in tokens, those of the run if it is left out."""
+    add_special_tokens: bool = True
+    """Whether the token that begins a text is read before the prompt."""
+
+
 class SessionBody(Body):
     """The body of POST /v1/sessions."""
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from transformer_xl.config import UserError, check_settings
+from transformer_xl.analysis.attention_maps import require_attention_terms
+from transformer_xl.config import RelativeConfig, UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.serving.engine import Engine, QueueFullError
 from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
 from transformer_xl.serving.metrics import Metrics
-from transformer_xl.serving.protocol import ApiError, ChatBody, CompletionBody, Message, Sampling
+from transformer_xl.serving.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
 from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import Session, SessionStore
 
+_MAX_ATTENTION = 2**21  # probabilities in an answer
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
 
 
@@ -209,19 +211,62 @@ class RequestRunner:
                     streams=bool(body.stream),
                 )
                 request.jobs.append(job)
-            self.engine.submit(*request.jobs)
-        except QueueFullError as error:
-            self._release(session)
-            headers = {"retry-after": str(error.retry_after)}
-            message = "too many requests wait; try again later"
-            raise ApiError(429, message, code="queue_full", headers=headers) from None
-        except UserError as error:
-            self._release(session)
-            raise ApiError(503, str(error)) from None
+            self._submit(request)
         except BaseException:
             self._release(session)
             raise
         return request
+
+    async def attention(self, body: AttentionBody, owner: str) -> TextRequest:
+        """Return the request of the attention of one token.
+
+        Raises:
+            ApiError: the model has no attention to show, or something in the body is wrong.
+        """
+        served = self.model(body.model)
+        try:
+            require_attention_terms(served.model)
+            memory_length = served.check_memory_length(body.memory_length)
+            (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        if not ids:
+            raise ApiError(400, "the prompt is empty; give some text", param="prompt")
+        position = len(ids) - 1 if body.position is None else body.position
+        if position >= len(ids):
+            raise ApiError(400, f"position {position:,}: the prompt has {len(ids):,} tokens", param="position")
+        config = served.model.config
+        assert isinstance(config, RelativeConfig)
+        num_seen = min(position + 2, memory_length + served.plan.segment_length)
+        if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION or position >= self.limits.max_work:
+            message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
+            raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
+        loop, request = asyncio.get_running_loop(), TextRequest(served, [], owner, 1)
+        request.jobs.append(
+            TextJob(
+                served,
+                ids[: position + 1],
+                GenerationConfig(),
+                0,
+                _listener(loop, request.queue, 0),
+                add_bos=body.add_special_tokens,
+                memory_length=memory_length,
+                shows_attention=True,
+                owner=owner,
+            )
+        )
+        self._submit(request)
+        return request
+
+    def _submit(self, request: TextRequest) -> None:
+        try:
+            self.engine.submit(*request.jobs)
+        except QueueFullError as error:
+            headers = {"retry-after": str(error.retry_after)}
+            message = "too many requests wait; try again later"
+            raise ApiError(429, message, code="queue_full", headers=headers) from None
+        except UserError as error:
+            raise ApiError(503, str(error)) from None
 
     def _session(
         self, session_id: str | None, owner: str, served: ServedModel, memory_length: int | None

@@ -5,7 +5,9 @@ nothing fills. So a step computes no row without a sequence, and joining or leav
 
 This batch is the one place that writes into a memory. No one else holds its memory: what joins is copied in, and
 `row_state` copies out. Keys and values are in storage for the largest batch, of which a batch is the first rows; pages
-of it that no row has reached take no memory.
+of it that no row has reached take no memory. Only filled slots are copied. What is left of an earlier sequence is
+cleared before another one gets its row: masked slots must be finite numbers, and empty slots that are attended must be
+zeros.
 
 Shape suffixes: B batch rows, R rows of the largest batch, T tokens, D model width, N heads, C columns of storage (M and
 free ones), H head width, M memory slots.
@@ -13,7 +15,7 @@ free ones), H head width, M memory slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -85,6 +87,7 @@ class RowBatch(Generic[Occupant]):
         self._joining: list[tuple[Occupant, Memory, int]] = []
         self._num_read: list[int] = []  # by each row; kept on the host, so that nothing waits for the device
         self._storage: list[tuple[Tensor, Tensor]] = []  # keys and values (R, N, C, H) of each layer
+        self._num_zeros = [0] * max_rows  # by each row of the storage: how many of the first columns are zeros
 
     def __len__(self) -> int:
         return sum(occupant is not None for occupant in self.occupants) + len(self._joining)
@@ -139,13 +142,11 @@ class RowBatch(Generic[Occupant]):
     def _settle(self) -> None:
         """Fill the rows of those that have left, and let the others join at the end."""
         for row in self._holes()[: len(self._joining)]:
-            self._write(row, *self._joining.pop(0))
+            self._join_at(row, *self._joining.pop(0))
         for row in reversed(self._holes()):  # from the last, after which every row has a sequence
             self._fill_from_end(row)
         if not self.occupants and not self._joining:
-            self.memory = None
-            self._storage.clear()
-            return
+            return  # the memory stays for those that join later: its pages are slow to get from the system
         if self.memory is not None and self.memory.batch_size != len(self.occupants):
             self._resize(len(self.occupants))
         if self._joining:
@@ -157,7 +158,7 @@ class RowBatch(Generic[Occupant]):
             for row, entry in enumerate(self._joining, start=num_old):
                 self.occupants.append(None)
                 self._num_read.append(0)
-                self._write(row, *entry)
+                self._join_at(row, *entry)
             self._joining = []
         assert self.memory is not None
         self.memory = replace(self.memory, min_valid=min(*self._num_read, self.memory.length))
@@ -165,33 +166,58 @@ class RowBatch(Generic[Occupant]):
     def _holes(self) -> list[int]:
         return [row for row, occupant in enumerate(self.occupants) if occupant is None]
 
-    def _write(self, row: int, occupant: Occupant, memory: Memory, num_read: int) -> None:
-        """Copy a memory of batch size 1 into a row, with empty slots in front."""
-        assert self.memory is not None
-        self.occupants[row], self._num_read[row] = occupant, num_read
-        new, target = memory.tensors(), self.memory.tensors()
-        slot_dims = {name: dim - 1 for name, dim in _slot_dims(self.memory).items()}
-        for name, tensor in target.items():
-            source, place = new[name][0], tensor[row]
-            if source.shape != place.shape:
-                dim = slot_dims[name]
-                num_slots = min(source.shape[dim], place.shape[dim])
-                num_empty = place.shape[dim] - num_slots
-                place.narrow(dim, 0, num_empty).zero_()  # they are masked, but must be finite
-                place = place.narrow(dim, num_empty, num_slots)
-                source = source.narrow(dim, source.shape[dim] - num_slots, num_slots)
-            place.copy_(source)
-        self.memory.valid_B[row].clamp_(max=self.memory.length)
+    def _join_at(self, row: int, occupant: Occupant, memory: Memory, num_read: int) -> None:
+        """Copy a memory of batch size 1 into a row."""
+        self._write(row, occupant, {name: tensor[0] for name, tensor in memory.tensors().items()}, num_read)
 
     def _fill_from_end(self, row: int) -> None:
         """Move the last row into a place without a sequence, so that the batch can end before it."""
         assert self.memory is not None
         last = len(self.occupants) - 1
-        if row != last:
-            for tensor in self.memory.tensors().values():
-                tensor[row].copy_(tensor[last])
-            self.occupants[row], self._num_read[row] = self.occupants[last], self._num_read[last]
+        occupant = self.occupants[last]
+        if occupant is not None and row != last:
+            tensors = {name: tensor[last] for name, tensor in self.memory.tensors().items()}
+            self._write(row, occupant, tensors, self._num_read[last])
         del self.occupants[last], self._num_read[last]
+
+    def _write(self, row: int, occupant: Occupant, source: Mapping[str, Tensor], num_read: int) -> None:
+        """Copy the tensors of a sequence, without their batch dimension, into a row, with empty slots in front."""
+        assert self.memory is not None
+        self.occupants[row], self._num_read[row] = occupant, num_read
+        num_filled, slot_dims = self._num_filled(num_read), _slot_dims(self.memory)
+        self._clear(row, num_filled)
+        for name, tensor in self.memory.tensors().items():
+            given, place = source[name], tensor[row]
+            if name in slot_dims and (self._storage or given.shape != place.shape):
+                dim = slot_dims[name] - 1
+                num_slots = min(given.shape[dim], num_filled)
+                if not self._storage:
+                    place.narrow(dim, 0, place.shape[dim] - num_slots).zero_()
+                given, place = (one.narrow(dim, one.shape[dim] - num_slots, num_slots) for one in (given, place))
+            place.copy_(given)
+        self.memory.valid_B[row].clamp_(max=self.memory.length)
+
+    def _num_filled(self, num_read: int) -> int:
+        """Return how many of the newest slots have a meaning: all of them if empty ones are attended."""
+        assert self.memory is not None
+        cache = self.memory.layers[0]
+        is_masked = isinstance(cache, KeyValueCache) and not cache.attend_empty
+        return min(num_read, self.memory.length) if is_masked else self.memory.length
+
+    def _clear(self, row: int, num_filled: int) -> None:
+        """Write zeros over what an earlier sequence left in a row, in front of the slots that will be filled.
+
+        What comes after those slots is written before it is attended.
+        """
+        assert self.memory is not None
+        cache = self.memory.layers[0]
+        if not isinstance(cache, KeyValueCache):
+            return
+        start = cache.end - num_filled
+        for k_RNCH, v_RNCH in self._storage if self._num_zeros[row] < start else ():
+            k_RNCH[row, :, self._num_zeros[row] : start].zero_()
+            v_RNCH[row, :, self._num_zeros[row] : start].zero_()
+        self._num_zeros[row] = start
 
     def _create(self, first: Memory, num_rows: int) -> None:
         """Make room for sequences like the first; their rows are written afterwards."""
@@ -247,13 +273,17 @@ class RowBatch(Generic[Occupant]):
         """
         assert self.memory is not None
         layers: list[LayerCache] = []
+        num_filled = max(map(self._num_filled, self._num_read))
+        start = self.memory.length - num_filled
         for cache in self.memory.layers:
             if not isinstance(cache, KeyValueCache) or cache.end + num_new <= cache.storage.capacity:
                 return
             storage = copy(cache.storage)
-            storage.write(0, *(tensor.clone() for tensor in cache.newest(cache.length)))
+            storage.write(start, *(tensor.clone() for tensor in cache.newest(num_filled)))
             layers.append(replace(cache, storage=storage, end=cache.length))
         self.memory = replace(self.memory, layers=tuple(layers))
+        for row in range(self.memory.batch_size):
+            self._num_zeros[row] = min(self._num_zeros[row], start)
 
 
 def _slot_dims(memory: Memory) -> dict[str, int]:

@@ -23,6 +23,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache
+from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import Run, model_digest
 from transformer_xl.serving.rows import MemoryState
 
@@ -103,6 +104,12 @@ class ServedModel:
         """Whether memory slots that no token has filled may be left out, without an effect on the results."""
         config = self.model.config
         return isinstance(config, RelativeConfig) and not config.attend_empty_memory
+
+    @property
+    def attention_shape(self) -> tuple[int, int] | None:
+        """Number of layers and of heads whose attention can be shown, or None if it cannot."""
+        model = self.model
+        return (model.config.n_layers, model.config.n_heads) if isinstance(model, TransformerXL) else None
 
     @contextmanager
     def computing(self) -> Iterator[None]:

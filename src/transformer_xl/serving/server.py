@@ -2,12 +2,14 @@
 
     serve([Path("runs/mine")], ServerConfig(port=8000))
 
-SIGTERM or Ctrl-C: no new connections are accepted, requests that run are finished within `shutdown_seconds`, and what a
-session's last completed request left is already saved. If the thread that runs the models dies, the server ends.
+SIGTERM or Ctrl-C: no new connections are accepted, requests that run are finished within `shutdown_seconds` or else
+answered with an error, and what a session's last completed request left is already saved. If the thread that runs the
+models dies, the server ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import uvicorn
+from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
@@ -34,6 +37,7 @@ KEY_VARIABLE = "TXL_API_KEY"
 _MIN_KEY_CHARACTERS = 16
 _LOOPBACK_ADDRESSES = ("127.0.0.1", "::1", "localhost")
 _HEADER_BYTES = 2**20  # of the file of a session, at most
+_ANSWER_SECONDS = 5  # to send what requests get that are not finished in time
 
 
 def serve(
@@ -109,11 +113,11 @@ def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=config.shutdown_seconds,
+        timeout_graceful_shutdown=config.shutdown_seconds + _ANSWER_SECONDS,
         limit_concurrency=4096,
         h11_max_incomplete_event_size=2**16,
     )
-    server = uvicorn.Server(settings)
+    server = _Server(settings, runner.engine, config.shutdown_seconds)
 
     def on_death() -> None:
         server.should_exit = True
@@ -131,6 +135,20 @@ def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig
         note("the thread that runs the models has died; its traceback is above")
         return 1
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Lets requests that do not finish in time fail with a clear answer, before uvicorn would cut their connections."""
+
+    def __init__(self, settings: uvicorn.Config, engine: Engine, seconds: int) -> None:
+        super().__init__(settings)
+        self._engine, self._seconds = engine, seconds
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._seconds, lambda: self._engine.stop(wait=False))
+        await super().shutdown(sockets)
+        timer.cancel()
 
 
 def guard_settings(config: ServerConfig) -> GuardSettings:

@@ -1,5 +1,6 @@
 // The page of the server. What a model or a link gives is put into the document as text nodes only.
 
+import { meanAttention, strongestKeys } from "./attention.js";
 import { get, post, remove, scoredTokens, stream, useKey } from "./server.js";
 import { linkFragment, linkedText, Work } from "./work.js";
 
@@ -7,7 +8,8 @@ const NUM_ALTERNATIVES = 10;
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest colour
 const STRONG_DIFFERENCE = 4;
 const SETTINGS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
-const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, compare: false };
+const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, compare: false,
+  attend: false };
 
 const element = (id) => document.getElementById(id);
 const work = new Work();
@@ -23,6 +25,8 @@ let cursor = null; // { node, at }: where the next part goes, if not at the end 
 let compared = null; // { kept, none }: bits of the tokens in `shown`, with memory and without
 let running = null; // AbortController of the request that writes
 let comparing = null;
+let looked = null; // { index, attention }: what the pinned token attends to, by layer, head and distance
+let looking = null;
 
 function make(tag, text, className) {
   const made = document.createElement(tag);
@@ -124,6 +128,7 @@ function showText() {
   focused = wanted = null;
   pinned = false;
   cursor = null;
+  clearAttention();
   element("text").replaceChildren();
   for (const entry of work.path(currentNode())) appendToken(entry);
   clearComparison();
@@ -154,7 +159,7 @@ function showCursor() {
 
 function showToken() {
   const entry = shown[focused];
-  for (const { span } of shown) span.classList.remove("chosen");
+  for (const span of element("text").querySelectorAll(".chosen")) span.classList.remove("chosen");
   element("token-actions").hidden = !entry || !pinned;
   element("token").classList.toggle("pinned", Boolean(entry) && pinned);
   element("alternatives").hidden = !entry?.token.top.length;
@@ -200,19 +205,21 @@ async function focusToken(index) {
 
 function pin(index) {
   pinned = true;
-  focusToken(index).catch(report);
+  focusToken(index).then(attend).catch(report);
 }
 
 function release() {
   pinned = false;
   cursor = null;
+  clearAttention();
   showCursor();
   showToken();
 }
 
 function moveTo(index) {
   const next = Math.min(shown.length - 1, Math.max(0, index));
-  shown.forEach(({ span }, other) => { span.tabIndex = other === next ? 0 : -1; });
+  for (const span of element("text").querySelectorAll("[tabindex='0']")) span.tabIndex = -1;
+  shown[next].span.tabIndex = 0;
   shown[next].span.focus();
 }
 
@@ -394,15 +401,84 @@ async function compare() {
   showToken();
 }
 
-function fillRow(id, paintSpan) {
+// Fill a row with the tokens from `first` to before `end`.
+function fillRow(id, paintSpan, first = 0, end = shown.length) {
   const own = new TextDecoder();
-  element(id).replaceChildren(...shown.map(({ token }, index) => {
+  element(id).replaceChildren(...shown.slice(first, end).map(({ token }, offset) => {
+    const index = first + offset;
     const span = make("span");
     span.dataset.index = index;
     fillSpan(span, token.id, own);
     paintSpan(span, index);
     return span;
   }));
+}
+
+// Where the pinned token looks
+
+function clearAttention() {
+  looking?.abort();
+  looking = looked = null;
+  showAttention();
+}
+
+async function attend() {
+  clearAttention();
+  const index = focused;
+  if (!settings.attend || !model.attention || !pinned || index === null) return;
+  const { signal } = looking = new AbortController();
+  const body = { model: model.id, prompt: shown.slice(0, index + 1).map(({ token }) => token.id) };
+  if (hasMemory()) body.memory_length = settings.memory;
+  showAttention();
+  try {
+    looked = { index, attention: (await post("attention", body, signal)).attention };
+  } finally {
+    if (!signal.aborted) {
+      looking = null;
+      showAttention();
+    }
+  }
+}
+
+function showAttention() {
+  element("attention").hidden = !settings.attend || !model?.attention;
+  element("attention-result").hidden = !looked;
+  if (!looked) {
+    element("attention-title").textContent = looking ? "Reading the text \u2026"
+      : "Click a token, or press Enter on it, to see where it looks.";
+    return;
+  }
+  const { index, attention } = looked;
+  const [layer, head] = [element("layer").value, element("head").value];
+  const weights = meanAttention(attention, layer, head);
+  const highest = Math.max(...weights);
+  const names = [layer === "" ? "all layers" : `layer ${layer}`, head === "" ? "all heads" : `head ${head}`];
+  element("attention-title").textContent = `Where token ${index} (${nameOf(shown[index].token.id)}) looks: `
+    + `${layer === "" || head === "" ? "mean of " : ""}${names.join(", ")}`;
+  element("half").textContent = (highest / 2).toPrecision(2);
+  element("highest").textContent = `${highest.toPrecision(2)}, the highest here`;
+  // the token that begins a text comes before the first one, and is not in the document
+  const first = Math.max(0, index + 1 - weights.length);
+  fillRow("attended", (span, key) => {
+    span.classList.add("less");
+    span.classList.toggle("query", key === index);
+    span.style.setProperty("--strength", strengthOf(weights[index - key], highest));
+  }, first, index + 1);
+  element("strongest").tBodies[0].replaceChildren(...strongestKeys(weights, NUM_ALTERNATIVES).map((distance) => {
+    const key = index - distance;
+    const row = make("tr");
+    row.append(make("td", key < 0 ? "(the beginning of the text)" : `${key}: ${nameOf(shown[key].token.id)}`),
+      make("td", distance.toLocaleString("en")), make("td", weights[distance].toPrecision(3)));
+    return row;
+  }));
+}
+
+function fillHeads() {
+  const options = (count) => [new Option("mean", ""), ...Array.from({ length: count }, (_, index) => new Option(index, index))];
+  element("attention-choice").hidden = !model.attention;
+  const [numLayers, numHeads] = model.attention ?? [0, 0];
+  element("layer").replaceChildren(...options(numLayers));
+  element("head").replaceChildren(...options(numHeads));
 }
 
 const memoryLengths = () => {
@@ -532,6 +608,8 @@ function chooseModel(id) {
   element("model").value = model.id;
   settings.memory ??= model.memory_length;
   showMemory();
+  fillHeads();
+  showAttention();
 }
 
 // Another model reads the same text, as a text of its own.
@@ -594,7 +672,8 @@ function checkedSettings(given) {
   for (const [name, initial] of Object.entries(DEFAULTS)) {
     const value = given?.[name];
     const isNumber = typeof value === "number" && Number.isFinite(value) && value >= 0;
-    if (isNumber && name !== "compare" || value === "" && name === "seed" || typeof value === typeof initial && name === "compare") {
+    const isSwitch = typeof initial === "boolean";
+    if (isNumber && !isSwitch || value === "" && name === "seed" || typeof value === "boolean" && isSwitch) {
       checked[name] = value;
     }
   }
@@ -604,6 +683,7 @@ function checkedSettings(given) {
 function showSettings() {
   for (const name of SETTINGS) element(name).value = settings[name];
   element("compare").checked = settings.compare;
+  element("attend").checked = settings.attend;
   if (model) showMemory();
 }
 
@@ -670,20 +750,26 @@ on("memory", "input", async ({ target }) => {
   settings.memory = memoryLengths()[target.value];
   showMemory();
   keep();
-  await compare();
+  await Promise.all([compare(), attend()]);
 });
 on("compare", "change", async ({ target }) => {
   settings.compare = target.checked;
   keep();
   await compare();
 });
+on("attend", "change", async ({ target }) => {
+  settings.attend = target.checked;
+  keep();
+  await attend();
+});
+for (const id of ["layer", "head"]) on(id, "change", showAttention);
 const rows = ["with", "without", "difference"];
 for (const id of rows) {
   on(id, "scroll", ({ target }) => {
     for (const other of rows) element(other).scrollTop = target.scrollTop;
   });
 }
-for (const id of ["text", ...rows]) {
+for (const id of ["text", "attended", ...rows]) {
   on(id, "pointerover", async (event) => {
     const index = indexOf(event);
     if (index !== null && !pinned) await focusToken(index);
@@ -706,6 +792,7 @@ on("text", "keydown", (event) => {
     End: shown.length - 1 };
   if (event.key in moves) {
     pinned = false;
+    clearAttention();
     moveTo(moves[event.key]);
   } else if (event.key === "Enter" || event.key === " ") pin(index);
   else return;
