@@ -418,8 +418,18 @@ def test_key_is_asked_for_and_not_kept(open_page, run: Run, tmp_path: Path) -> N
     (tmp_path / "keys").write_text(f"{KEY}\n")
     with running({"tiny": run}, api_key_file=str(tmp_path / "keys")) as (client, _):
         tab = open_page(str(client.base_url).rstrip("/"))
-        tab.fill("#key-value", KEY)
-        tab.click("#key button")
+        for message, key in (("is needed", "a-key-that-the-server-does-not-know"), ("is not known", KEY)):
+            tab.locator("#error", has_text=message).wait_for()
+            # looking at the page hides neither the error nor the form, and nothing can be written without a key
+            tab.locator("#text").hover()
+            tab.focus("#prompt")
+            tab.keyboard.press("Shift")
+            assert message in tab.locator("#error:visible").inner_text()
+            with tab.expect_response("**/v1/models"):
+                tab.keyboard.press("Control+Enter")
+            tab.locator("#error", has_text=message).wait_for()
+            tab.fill("#key-value", key)
+            tab.click("#key button")
         tab.locator("#model option").wait_for(state="attached")
         write(tab, "abc")
         assert tab.locator("#key").is_hidden()

@@ -37,15 +37,14 @@ function make(tag, text, className) {
 
 function report(error) {
   if (error?.name === "AbortError") return;
-  element("key").hidden = error?.status !== 401;
+  if (error?.status === 401) element("key").hidden = false;
   element("error").textContent = error?.message ?? "";
   element("error").hidden = !error;
 }
 
-// Run something that the user asked for; what goes wrong is displayed.
+// Run something; what goes wrong is displayed.
 const attempt = (action) => async (...values) => {
   try {
-    report(null);
     await action(...values);
   } catch (error) {
     report(error);
@@ -287,6 +286,7 @@ async function run(node, maxTokens, signal) {
 
 // Let one request after the other change the text, with the buttons as they must be meanwhile.
 async function writing(action) {
+  if (!model) await start(); // it needed a key, or the server did not answer
   if (running) return;
   running = new AbortController();
   element("go").disabled = true;
@@ -523,7 +523,7 @@ function showTree() {
   element("tree").replaceChildren(roots.length ? list(roots) : make("p", "Nothing yet.", "help"));
 }
 
-const labelOf = (node) => node.model === model.id
+const labelOf = (node) => node.model === model?.id
   ? `${node.kind === "you" ? "you" : "model"}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`
   : `${node.kind === "you" ? "you" : "model"}: ${node.tokens.length} tokens of ${node.model}`;
 
@@ -708,14 +708,19 @@ for (const swatch of document.querySelectorAll(".swatch")) {
   swatch.style.setProperty("--strength", strength);
 }
 
-const on = (id, event, action) => element(id).addEventListener(event, attempt(action));
+// What the user does replaces the error before it; looking at the text does not.
+const look = (id, event, action) => element(id).addEventListener(event, attempt(action));
+const on = (id, event, action) => look(id, event, (cause) => {
+  report(null);
+  return action(cause);
+});
 const indexOf = (event) => {
   const span = event.target.closest?.("[data-index]");
   return span ? Number(span.dataset.index) : null;
 };
 
 on("write", "submit", (event) => { event.preventDefault(); return write(); });
-on("prompt", "keydown", (event) => {
+look("prompt", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("write").requestSubmit();
 });
 on("stop", "click", () => running?.abort());
@@ -731,6 +736,7 @@ on("share", "click", share);
 on("key", "submit", async (event) => {
   event.preventDefault();
   useKey(element("key-value").value);
+  element("key").hidden = true;
   element("key-value").value = "";
   await start();
 });
@@ -762,30 +768,30 @@ on("attend", "change", async ({ target }) => {
   keep();
   await attend();
 });
-for (const id of ["layer", "head"]) on(id, "change", showAttention);
+for (const id of ["layer", "head"]) look(id, "change", showAttention);
 const rows = ["with", "without", "difference"];
 for (const id of rows) {
-  on(id, "scroll", ({ target }) => {
+  look(id, "scroll", ({ target }) => {
     for (const other of rows) element(other).scrollTop = target.scrollTop;
   });
 }
 for (const id of ["text", "attended", ...rows]) {
-  on(id, "pointerover", async (event) => {
+  look(id, "pointerover", async (event) => {
     const index = indexOf(event);
     if (index !== null && !pinned) await focusToken(index);
   });
 }
-on("text", "click", (event) => {
+look("text", "click", (event) => {
   const index = indexOf(event);
   if (index === null) return;
   moveTo(index);
   pin(index);
 });
-on("text", "focusin", async (event) => {
+look("text", "focusin", async (event) => {
   const index = indexOf(event);
   if (index !== null && !pinned && event.target.matches(":focus-visible")) await focusToken(index);
 });
-on("text", "keydown", (event) => {
+look("text", "keydown", (event) => {
   const index = indexOf(event);
   if (index === null) return;
   const moves = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + 10, ArrowUp: index - 10, Home: 0,
@@ -803,7 +809,7 @@ document.addEventListener("keydown", (event) => {
   if (running) running.abort();
   else release();
 });
-on("release", "click", release);
+look("release", "click", release);
 on("branch", "click", () => {
   const { node, index } = shown[focused];
   cursor = { node, at: index + 1 };
@@ -826,5 +832,9 @@ on("sessions", "click", async (event) => {
   await remove(`v1/sessions/${session}`);
   await showSessions();
 });
-addEventListener("hashchange", attempt(async () => { if (!running) await openLink(); }));
+addEventListener("hashchange", attempt(async () => {
+  if (running) return;
+  report(null);
+  await openLink();
+}));
 attempt(start)();
