@@ -358,6 +358,55 @@ def test_work_is_kept_and_a_link_has_the_text(tab, open_page, served, browser) -
     other.close()
 
 
+def test_tabs_share_their_parts(tab, open_page, served) -> None:
+    """What one tab writes or deletes, the others have too, and keep; their own text stays."""
+    write(tab, "first", max_tokens=3)
+    second = open_page(str(served[0].base_url).rstrip("/"))
+    second.locator("#text span").nth(7).wait_for()
+    write(tab, "more", max_tokens=3)
+    second.click("#fresh")
+    write(second, "other", max_tokens=3)
+    for one in (tab, second):
+        one.locator("#tree button.node").nth(5).wait_for()
+    assert (text_of(tab)[:5], text_of(second)[:5]) == ("first", "other")
+    tab.locator("#tree button[data-drop]").first.click()
+    second.locator("#tree button.node").nth(2).wait_for(state="detached")
+    for one in (tab, second):
+        one.reload()
+        one.locator("#tree button.node").nth(1).wait_for()
+        assert len(nodes(one)) == 2
+    second.close()
+
+
+def test_tabs_that_did_not_hear_of_each_other(tab) -> None:
+    """A browser may suspend a tab: what it writes later is merged then."""
+    sizes = tab.evaluate("""async () => {
+      const { Work } = await import("/page/work.js");
+      const [one, other] = [new Work(), new Work()];
+      const part = one.add(null, 0, "you", "tiny", [1, 2]);
+      one.keep({});
+      other.load();
+      part.tokens[0].bits = 3;
+      one.remove(one.add(null, 0, "you", "tiny", [5]).id);
+      one.add(part, 2, "model", "tiny", [3]);
+      one.keep({});
+      other.keep({});
+      const sizes = [other.nodes.size, other.nodes.get(part.id).tokens[0].bits];
+      // a part that one tab deletes stays where another one has added to it, until that is deleted too
+      one.remove(part.id);
+      one.keep({});
+      const added = other.add(other.nodes.get(part.id), 1, "you", "tiny", [4]);
+      other.keep({});
+      one.merge();
+      sizes.push(one.nodes.size, other.nodes.size);
+      one.remove(added.id);
+      one.keep({});
+      other.merge();
+      return [...sizes, one.nodes.size, other.nodes.size];
+    }""")
+    assert sizes == [2, 3, 2, 2, 0, 0]
+
+
 def test_phone_width_and_dark(tab) -> None:
     tab.emulate_media(color_scheme="dark")
     tab.set_viewport_size({"width": 390, "height": 844})

@@ -2,7 +2,7 @@
 
 import { meanAttention, strongestKeys } from "./attention.js";
 import { get, post, remove, scoredTokens, stream, useKey } from "./server.js";
-import { linkFragment, linkedText, Work } from "./work.js";
+import { linkFragment, linkedText, STORAGE, Work } from "./work.js";
 
 const NUM_ALTERNATIVES = 10;
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest colour
@@ -551,9 +551,11 @@ async function chooseNode(id) {
   await showCurrent();
 }
 
+const fetchNamesOfNodes = () => fetchNames([...work.nodes.values()].filter((node) => node.model === model.id)
+  .flatMap((node) => node.tokens.map(({ id }) => id)));
+
 async function showCurrent() {
-  await fetchNames([...work.nodes.values()].filter((node) => node.model === model.id)
-    .flatMap((node) => node.tokens.map(({ id }) => id)));
+  await fetchNamesOfNodes();
   showText();
   keep();
   await compare();
@@ -600,6 +602,23 @@ async function showSessions() {
 function keep() {
   const isKept = work.keep({ ...settings, model: model?.id });
   if (!isKept) report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
+}
+
+// Another tab has kept its work. What the user has selected here stays selected, unless the text itself is different.
+async function merge() {
+  const { lacks } = work.merge();
+  if (lacks) keep(); // both tabs have written at once
+  if (running || !model) return;
+  await fetchNamesOfNodes();
+  if (running) return;
+  const path = work.path(currentNode());
+  if (path.length === shown.length && path.every(({ token }, index) => token === shown[index].token)) {
+    shown.forEach(paintToken);
+    showTree();
+  } else {
+    showText();
+    await compare();
+  }
 }
 
 function chooseModel(id) {
@@ -837,4 +856,5 @@ addEventListener("hashchange", attempt(async () => {
   report(null);
   await openLink();
 }));
+addEventListener("storage", attempt(async ({ key }) => { if (key === STORAGE) await merge(); }));
 attempt(start)();
