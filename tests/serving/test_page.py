@@ -358,6 +358,34 @@ def test_work_is_kept_and_a_link_has_the_text(tab, open_page, served, browser) -
     other.close()
 
 
+def test_settings_of_a_link_are_what_the_inputs_take(tab, open_page, served) -> None:
+    """Whatever is in a link, the text can be continued, and no text is said to be sampled or written here."""
+    fragment = tab.evaluate("""async () => (await import("/page/work.js")).linkFragment({
+      model: "tiny", text: "abcd", parts: [["model", [97, 98], 42], ["you", [99, 100], null]],
+      settings: { max_tokens: 12.4, temperature: 1e9, top_p: 50, top_k: 1e300, min_p: 7, memory: 3 } })""")
+    linked = open_page(str(served[0].base_url).rstrip("/"), fragment)
+    linked.locator("#text span:not(.unknown)").nth(3).wait_for()
+    finished(linked)
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    assert [linked.input_value(f"#{name}") for name in names] == ["12", "100", "1", "2147483647", "1"]
+    for index in (1, 3):
+        linked.locator("#text span").nth(index).hover()
+        selected(linked, f"{index}:")
+        assert linked.locator("#token-values").inner_text().endswith("; from a link")
+    linked.fill("#prompt", "ef")
+    linked.click("#go")
+    linked.locator("#text span").nth(17).wait_for()
+    finished(linked)
+    # what the user puts in is not changed, but the input with the wrong value is shown
+    linked.click("summary")
+    linked.fill("#top_p", "50")
+    linked.click("summary")
+    linked.locator("#top_p").wait_for(state="hidden")
+    linked.click("#go")
+    linked.locator("#top_p:invalid").wait_for()
+    linked.close()
+
+
 def test_tabs_share_their_parts(tab, open_page, served) -> None:
     """What one tab writes or deletes, the others have too, and keep; their own text stays."""
     write(tab, "first", max_tokens=3)

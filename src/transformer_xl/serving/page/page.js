@@ -177,7 +177,8 @@ function showToken() {
     const [kept, none] = [compared.kept[focused], compared.none[focused]];
     if (kept !== null) lines.push(`with memory ${kept.toFixed(2)} bits, without ${none.toFixed(2)}`);
   }
-  lines.push(node.kind === "you" ? "written by you" : `sampled with seed ${node.seed}`);
+  if (node.linked) lines.push("from a link"); // which can give any text any seed
+  else lines.push(node.kind === "you" ? "written by you" : `sampled with seed ${node.seed}`);
   element("token-values").textContent = lines.join("; ");
   const body = element("alternatives").tBodies[0];
   body.replaceChildren(...token.top.slice(0, NUM_ALTERNATIVES + 1).map(([id, bits]) => {
@@ -678,12 +679,19 @@ async function openLink() {
     let node = null;
     for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
       node = work.add(node, node?.tokens.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
+      node.linked = true;
     }
     if (!node) return;
     work.current = node.id;
     await showCurrent();
     await run(node, 0, signal);
   });
+}
+
+// Return the nearest value that an input takes.
+function withinInput({ min, max, step }, value) {
+  const near = Math.min(Number(max), Math.max(Number(min), value));
+  return step === "1" ? Math.round(near) : near;
 }
 
 function checkedSettings(given) {
@@ -693,7 +701,7 @@ function checkedSettings(given) {
     const isNumber = typeof value === "number" && Number.isFinite(value) && value >= 0;
     const isSwitch = typeof initial === "boolean";
     if (isNumber && !isSwitch || value === "" && name === "seed" || typeof value === "boolean" && isSwitch) {
-      checked[name] = value;
+      checked[name] = SETTINGS.includes(name) && value !== "" ? withinInput(element(name), value) : value;
     }
   }
   return checked;
@@ -739,6 +747,8 @@ const indexOf = (event) => {
 };
 
 on("write", "submit", (event) => { event.preventDefault(); return write(); });
+// the browser can show what is wrong with an input only where it is not hidden
+element("write").addEventListener("invalid", () => { element("sampling").open = true; }, true);
 look("prompt", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("write").requestSubmit();
 });
