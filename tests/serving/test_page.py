@@ -358,6 +358,31 @@ def test_work_is_kept_and_a_link_has_the_text(tab, open_page, served, browser) -
     other.close()
 
 
+def test_kept_text_that_no_model_reads_is_disabled(tab) -> None:
+    """A vocabulary that has become smaller, or a model that is gone, leaves the rest of the work as it was."""
+    write(tab, "abc", max_tokens=3)
+    ids = ids_of(tab)
+    for change in ("node.model = 'gone'", "node.tokens[0][0] = 99999"):
+        tab.click("#fresh")
+        write(tab, "other", max_tokens=0)
+        tab.evaluate(f"""() => {{
+          const kept = JSON.parse(localStorage.getItem("transformer-xl work")), node = kept.nodes.at(-1);
+          {change};
+          localStorage.setItem("transformer-xl work", JSON.stringify(kept));
+        }}""")
+        tab.reload()
+        tab.locator("#sessions tbody tr").first.wait_for()
+        assert tab.locator("#error").is_hidden()
+        assert tab.locator("#text span").count() == 0
+        stale = tab.locator("#tree button.node", has_text="no model here can read")
+        assert stale.is_disabled()
+        tab.locator("#tree button.node").nth(1).click()
+        tab.locator(f"#text span:nth-child({len(ids)})").wait_for()
+        assert ids_of(tab) == ids
+        tab.locator("#tree button[data-drop]").nth(2).click()
+        stale.wait_for(state="detached")
+
+
 def test_settings_of_a_link_are_what_the_inputs_take(tab, open_page, served) -> None:
     """Whatever is in a link, the text can be continued, and no text is said to be sampled or written here."""
     fragment = tab.evaluate("""async () => (await import("/page/work.js")).linkFragment({

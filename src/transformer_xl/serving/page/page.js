@@ -54,7 +54,7 @@ const attempt = (action) => async (...values) => {
 // The text of tokens
 
 async function fetchNames(ids) {
-  const missing = [...new Set(ids)].filter((id) => !names.has(id));
+  const missing = [...new Set(ids)].filter((id) => id < model.vocab_size && !names.has(id));
   if (!missing.length) return;
   const into = names;
   const { token_strs } = await post("detokenize", { model: model.id, tokens: missing });
@@ -524,14 +524,28 @@ function showTree() {
   element("tree").replaceChildren(roots.length ? list(roots) : make("p", "Nothing yet.", "help"));
 }
 
-const labelOf = (node) => node.model === model?.id
-  ? `${node.kind === "you" ? "you" : "model"}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`
-  : `${node.kind === "you" ? "you" : "model"}: ${node.tokens.length} tokens of ${node.model}`;
+// Whether a model is served that can read a node and what is before it; kept work can be of another time.
+function isReadable(node) {
+  for (let one = node; one; one = work.nodes.get(one.parent)) {
+    const vocabSize = models.get(one.model)?.vocab_size ?? 0;
+    if (!one.tokens.every(({ id }) => id < vocabSize)) return false;
+  }
+  return true;
+}
+
+function labelOf(node, readable) {
+  const writer = node.kind === "you" ? "you" : "model";
+  if (!readable) return `${writer}: ${node.tokens.length} tokens that no model here can read, of ${node.model}`;
+  if (node.model !== model.id) return `${writer}: ${node.tokens.length} tokens of ${node.model}`;
+  return `${writer}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`;
+}
 
 function nodeItem(node, onPath) {
   const item = make("li");
   const row = make("div");
-  const choose = make("button", `${onPath.has(node.id) ? "\u25cf" : "\u25cb"} ${labelOf(node)}`, "node");
+  const readable = isReadable(node);
+  const choose = make("button", `${onPath.has(node.id) ? "\u25cf" : "\u25cb"} ${labelOf(node, readable)}`, "node");
+  choose.disabled = !readable;
   choose.type = "button";
   choose.dataset.node = node.id;
   choose.setAttribute("aria-current", String(node.id === work.current));
@@ -719,7 +733,7 @@ async function start() {
   models = new Map(data.map((one) => [one.id, one]));
   element("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
   chooseModel(currentNode()?.model ?? kept.model);
-  if (currentNode() && currentNode().model !== model.id) work.current = null; // its model is no longer served
+  if (!isReadable(currentNode())) work.current = null;
   await showCurrent();
   await showSessions();
   await openLink();
