@@ -191,6 +191,33 @@ def nodes(tab) -> list[str]:
     return [text[2:] for text in tab.locator("#tree button.node").all_inner_texts()]
 
 
+def test_screen_readers_hear_results_only(tab) -> None:
+    """Not each token while a text is generated, nor a table for each token that is pointed at."""
+    tab.evaluate("""() => {
+      window.said = [];
+      new MutationObserver((changes) => {
+        for (const { target } of changes) {
+          const region = target.parentElement?.closest("[aria-live], [role=status], [role=alert]")
+            ?? target.closest?.("[aria-live], [role=status], [role=alert]");
+          if (region?.checkVisibility() && region.ariaLive !== "off" && region.textContent) said.push(region.id);
+        }
+      }).observe(document.body, { subtree: true, childList: true, characterData: true });
+    }""")
+    write(tab, "abc", max_tokens=60)
+    assert "status" in tab.evaluate("said")
+    assert len(tab.evaluate("said")) <= 4
+    tab.evaluate("said.length = 0")
+    for index in (3, 4):
+        tab.locator("#text span").nth(index).hover()
+        selected(tab, f"{index}:")
+    tab.locator("#text span").nth(4).focus()
+    tab.keyboard.press("ArrowRight")
+    selected(tab, "5:")
+    tab.keyboard.press("Enter")
+    tab.locator("#text span[aria-pressed=true]").wait_for()
+    assert tab.evaluate("said") == []
+
+
 def test_branch_and_reroll_make_a_tree(tab, run: Run) -> None:
     """Each branch equals the text that Python generates from its beginning."""
     write(tab, PROMPT)

@@ -140,6 +140,7 @@ function showText() {
 function showStatus(note = "") {
   const known = shown.filter(({ token }) => token.bits !== null);
   const mean = known.reduce((sum, { token }) => sum + token.bits, 0) / known.length;
+  element("status").ariaLive = running ? "off" : "polite"; // screen readers read it when the text is done
   element("status").textContent = shown.length
     ? `${shown.length.toLocaleString("en")} tokens${known.length ? `, ${mean.toFixed(2)} bits per token` : ""}${note}`
     : "Write the beginning of a text, or let the model begin one.";
@@ -158,7 +159,10 @@ function showCursor() {
 
 function showToken() {
   const entry = shown[focused];
-  for (const span of element("text").querySelectorAll(".chosen")) span.classList.remove("chosen");
+  for (const span of element("text").querySelectorAll(".chosen")) {
+    span.classList.remove("chosen");
+    span.removeAttribute("aria-pressed");
+  }
   element("token-actions").hidden = !entry || !pinned;
   element("token").classList.toggle("pinned", Boolean(entry) && pinned);
   element("alternatives").hidden = !entry?.token.top.length;
@@ -170,6 +174,7 @@ function showToken() {
   }
   const { token, node, span } = entry;
   span.classList.add("chosen");
+  if (pinned) span.setAttribute("aria-pressed", "true");
   element("token-name").textContent = `Token ${focused}: ${nameOf(token.id)}`;
   const lines = [token.bits === null ? "surprisal unknown"
     : `${token.bits.toFixed(2)} bits, probability ${probability(token.bits)}`];
