@@ -2,7 +2,7 @@
 
 import { meanAttention, strongestKeys } from "./attention.js";
 import { get, post, remove, scoredTokens, stream, useKey } from "./server.js";
-import { linkFragment, linkedText, Work } from "./work.js";
+import { linkFragment, linkedText, STORAGE, Work } from "./work.js";
 
 const NUM_ALTERNATIVES = 10;
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest colour
@@ -37,15 +37,14 @@ function make(tag, text, className) {
 
 function report(error) {
   if (error?.name === "AbortError") return;
-  element("key").hidden = error?.status !== 401;
+  if (error?.status === 401) element("key").hidden = false;
   element("error").textContent = error?.message ?? "";
   element("error").hidden = !error;
 }
 
-// Run something that the user asked for; what goes wrong is displayed.
+// Run something; what goes wrong is displayed.
 const attempt = (action) => async (...values) => {
   try {
-    report(null);
     await action(...values);
   } catch (error) {
     report(error);
@@ -55,7 +54,7 @@ const attempt = (action) => async (...values) => {
 // The text of tokens
 
 async function fetchNames(ids) {
-  const missing = [...new Set(ids)].filter((id) => !names.has(id));
+  const missing = [...new Set(ids)].filter((id) => id < model.vocab_size && !names.has(id));
   if (!missing.length) return;
   const into = names;
   const { token_strs } = await post("detokenize", { model: model.id, tokens: missing });
@@ -141,6 +140,7 @@ function showText() {
 function showStatus(note = "") {
   const known = shown.filter(({ token }) => token.bits !== null);
   const mean = known.reduce((sum, { token }) => sum + token.bits, 0) / known.length;
+  element("status").ariaLive = running ? "off" : "polite"; // screen readers read it when the text is done
   element("status").textContent = shown.length
     ? `${shown.length.toLocaleString("en")} tokens${known.length ? `, ${mean.toFixed(2)} bits per token` : ""}${note}`
     : "Write the beginning of a text, or let the model begin one.";
@@ -159,7 +159,10 @@ function showCursor() {
 
 function showToken() {
   const entry = shown[focused];
-  for (const span of element("text").querySelectorAll(".chosen")) span.classList.remove("chosen");
+  for (const span of element("text").querySelectorAll(".chosen")) {
+    span.classList.remove("chosen");
+    span.removeAttribute("aria-pressed");
+  }
   element("token-actions").hidden = !entry || !pinned;
   element("token").classList.toggle("pinned", Boolean(entry) && pinned);
   element("alternatives").hidden = !entry?.token.top.length;
@@ -171,6 +174,7 @@ function showToken() {
   }
   const { token, node, span } = entry;
   span.classList.add("chosen");
+  if (pinned) span.setAttribute("aria-pressed", "true");
   element("token-name").textContent = `Token ${focused}: ${nameOf(token.id)}`;
   const lines = [token.bits === null ? "surprisal unknown"
     : `${token.bits.toFixed(2)} bits, probability ${probability(token.bits)}`];
@@ -178,7 +182,8 @@ function showToken() {
     const [kept, none] = [compared.kept[focused], compared.none[focused]];
     if (kept !== null) lines.push(`with memory ${kept.toFixed(2)} bits, without ${none.toFixed(2)}`);
   }
-  lines.push(node.kind === "you" ? "written by you" : `sampled with seed ${node.seed}`);
+  if (node.linked) lines.push("from a link"); // which can give any text any seed
+  else lines.push(node.kind === "you" ? "written by you" : `sampled with seed ${node.seed}`);
   element("token-values").textContent = lines.join("; ");
   const body = element("alternatives").tBodies[0];
   body.replaceChildren(...token.top.slice(0, NUM_ALTERNATIVES + 1).map(([id, bits]) => {
@@ -287,6 +292,7 @@ async function run(node, maxTokens, signal) {
 
 // Let one request after the other change the text, with the buttons as they must be meanwhile.
 async function writing(action) {
+  if (!model) await start(); // it needed a key, or the server did not answer
   if (running) return;
   running = new AbortController();
   element("go").disabled = true;
@@ -523,14 +529,28 @@ function showTree() {
   element("tree").replaceChildren(roots.length ? list(roots) : make("p", "Nothing yet.", "help"));
 }
 
-const labelOf = (node) => node.model === model.id
-  ? `${node.kind === "you" ? "you" : "model"}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`
-  : `${node.kind === "you" ? "you" : "model"}: ${node.tokens.length} tokens of ${node.model}`;
+// Whether a model is served that can read a node and what is before it; kept work can be of another time.
+function isReadable(node) {
+  for (let one = node; one; one = work.nodes.get(one.parent)) {
+    const vocabSize = models.get(one.model)?.vocab_size ?? 0;
+    if (!one.tokens.every(({ id }) => id < vocabSize)) return false;
+  }
+  return true;
+}
+
+function labelOf(node, readable) {
+  const writer = node.kind === "you" ? "you" : "model";
+  if (!readable) return `${writer}: ${node.tokens.length} tokens that no model here can read, of ${node.model}`;
+  if (node.model !== model.id) return `${writer}: ${node.tokens.length} tokens of ${node.model}`;
+  return `${writer}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`;
+}
 
 function nodeItem(node, onPath) {
   const item = make("li");
   const row = make("div");
-  const choose = make("button", `${onPath.has(node.id) ? "\u25cf" : "\u25cb"} ${labelOf(node)}`, "node");
+  const readable = isReadable(node);
+  const choose = make("button", `${onPath.has(node.id) ? "\u25cf" : "\u25cb"} ${labelOf(node, readable)}`, "node");
+  choose.disabled = !readable;
   choose.type = "button";
   choose.dataset.node = node.id;
   choose.setAttribute("aria-current", String(node.id === work.current));
@@ -551,9 +571,11 @@ async function chooseNode(id) {
   await showCurrent();
 }
 
+const fetchNamesOfNodes = () => fetchNames([...work.nodes.values()].filter((node) => node.model === model.id)
+  .flatMap((node) => node.tokens.map(({ id }) => id)));
+
 async function showCurrent() {
-  await fetchNames([...work.nodes.values()].filter((node) => node.model === model.id)
-    .flatMap((node) => node.tokens.map(({ id }) => id)));
+  await fetchNamesOfNodes();
   showText();
   keep();
   await compare();
@@ -600,6 +622,23 @@ async function showSessions() {
 function keep() {
   const isKept = work.keep({ ...settings, model: model?.id });
   if (!isKept) report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
+}
+
+// Another tab has kept its work. What the user has selected here stays selected, unless the text itself is different.
+async function merge() {
+  const { lacks } = work.merge();
+  if (lacks) keep(); // both tabs have written at once
+  if (running || !model) return;
+  await fetchNamesOfNodes();
+  if (running) return;
+  const path = work.path(currentNode());
+  if (path.length === shown.length && path.every(({ token }, index) => token === shown[index].token)) {
+    shown.forEach(paintToken);
+    showTree();
+  } else {
+    showText();
+    await compare();
+  }
 }
 
 function chooseModel(id) {
@@ -659,12 +698,19 @@ async function openLink() {
     let node = null;
     for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
       node = work.add(node, node?.tokens.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
+      node.linked = true;
     }
     if (!node) return;
     work.current = node.id;
     await showCurrent();
     await run(node, 0, signal);
   });
+}
+
+// Return the nearest value that an input takes.
+function withinInput({ min, max, step }, value) {
+  const near = Math.min(Number(max), Math.max(Number(min), value));
+  return step === "1" ? Math.round(near) : near;
 }
 
 function checkedSettings(given) {
@@ -674,7 +720,7 @@ function checkedSettings(given) {
     const isNumber = typeof value === "number" && Number.isFinite(value) && value >= 0;
     const isSwitch = typeof initial === "boolean";
     if (isNumber && !isSwitch || value === "" && name === "seed" || typeof value === "boolean" && isSwitch) {
-      checked[name] = value;
+      checked[name] = SETTINGS.includes(name) && value !== "" ? withinInput(element(name), value) : value;
     }
   }
   return checked;
@@ -692,7 +738,7 @@ async function start() {
   models = new Map(data.map((one) => [one.id, one]));
   element("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
   chooseModel(currentNode()?.model ?? kept.model);
-  if (currentNode() && currentNode().model !== model.id) work.current = null; // its model is no longer served
+  if (!isReadable(currentNode())) work.current = null;
   await showCurrent();
   await showSessions();
   await openLink();
@@ -708,14 +754,21 @@ for (const swatch of document.querySelectorAll(".swatch")) {
   swatch.style.setProperty("--strength", strength);
 }
 
-const on = (id, event, action) => element(id).addEventListener(event, attempt(action));
+// What the user does replaces the error before it; looking at the text does not.
+const look = (id, event, action) => element(id).addEventListener(event, attempt(action));
+const on = (id, event, action) => look(id, event, (cause) => {
+  report(null);
+  return action(cause);
+});
 const indexOf = (event) => {
   const span = event.target.closest?.("[data-index]");
   return span ? Number(span.dataset.index) : null;
 };
 
 on("write", "submit", (event) => { event.preventDefault(); return write(); });
-on("prompt", "keydown", (event) => {
+// the browser can show what is wrong with an input only where it is not hidden
+element("write").addEventListener("invalid", () => { element("sampling").open = true; }, true);
+look("prompt", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("write").requestSubmit();
 });
 on("stop", "click", () => running?.abort());
@@ -731,6 +784,7 @@ on("share", "click", share);
 on("key", "submit", async (event) => {
   event.preventDefault();
   useKey(element("key-value").value);
+  element("key").hidden = true;
   element("key-value").value = "";
   await start();
 });
@@ -762,30 +816,30 @@ on("attend", "change", async ({ target }) => {
   keep();
   await attend();
 });
-for (const id of ["layer", "head"]) on(id, "change", showAttention);
+for (const id of ["layer", "head"]) look(id, "change", showAttention);
 const rows = ["with", "without", "difference"];
 for (const id of rows) {
-  on(id, "scroll", ({ target }) => {
+  look(id, "scroll", ({ target }) => {
     for (const other of rows) element(other).scrollTop = target.scrollTop;
   });
 }
 for (const id of ["text", "attended", ...rows]) {
-  on(id, "pointerover", async (event) => {
+  look(id, "pointerover", async (event) => {
     const index = indexOf(event);
     if (index !== null && !pinned) await focusToken(index);
   });
 }
-on("text", "click", (event) => {
+look("text", "click", (event) => {
   const index = indexOf(event);
   if (index === null) return;
   moveTo(index);
   pin(index);
 });
-on("text", "focusin", async (event) => {
+look("text", "focusin", async (event) => {
   const index = indexOf(event);
   if (index !== null && !pinned && event.target.matches(":focus-visible")) await focusToken(index);
 });
-on("text", "keydown", (event) => {
+look("text", "keydown", (event) => {
   const index = indexOf(event);
   if (index === null) return;
   const moves = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + 10, ArrowUp: index - 10, Home: 0,
@@ -803,7 +857,7 @@ document.addEventListener("keydown", (event) => {
   if (running) running.abort();
   else release();
 });
-on("release", "click", release);
+look("release", "click", release);
 on("branch", "click", () => {
   const { node, index } = shown[focused];
   cursor = { node, at: index + 1 };
@@ -826,5 +880,10 @@ on("sessions", "click", async (event) => {
   await remove(`v1/sessions/${session}`);
   await showSessions();
 });
-addEventListener("hashchange", attempt(async () => { if (!running) await openLink(); }));
+addEventListener("hashchange", attempt(async () => {
+  if (running) return;
+  report(null);
+  await openLink();
+}));
+addEventListener("storage", attempt(async ({ key }) => { if (key === STORAGE) await merge(); }));
 attempt(start)();

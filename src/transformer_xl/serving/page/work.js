@@ -1,19 +1,25 @@
 // The work of the page: texts as trees. A node is a part that was written or generated in one go; it follows the first
-// `at` tokens of its parent. Kept in localStorage, and one text in the fragment of a link.
+// `at` tokens of its parent. Kept in localStorage, which all tabs share, and one text in the fragment of a link.
 
-const STORAGE = "transformer-xl work";
+export const STORAGE = "transformer-xl work";
 const MAX_LINK_TOKENS = 100_000;
 const MAX_LINK_CHARACTERS = 4_000_000;
 
+// Return an integer that no other tab has given to a node: of 53 random bits.
+function randomId() {
+  const [high, low] = crypto.getRandomValues(new Uint32Array(2));
+  return high * 2 ** 21 + (low >>> 11);
+}
+
 export class Work {
   nodes = new Map();
+  deleted = new Set(); // ids, so that another tab that still has the nodes deletes them too
   current = null; // id of the node at whose end the text ends
-  next = 1;
 
   // Add a part after the first `at` tokens of a node, or as the beginning of a text.
   add(parent, at, kind, model, ids = [], seed = null) {
     while (parent && at === 0) [parent, at] = [this.nodes.get(parent.parent), parent.at];
-    const node = { id: this.next++, parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed,
+    const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed,
       tokens: ids.map((id) => ({ id, bits: null, top: [] })), session: null };
     this.nodes.set(node.id, node);
     return node;
@@ -28,6 +34,7 @@ export class Work {
     const node = this.nodes.get(id);
     const removed = [node, ...this.children(id).flatMap((child) => this.remove(child.id))];
     this.nodes.delete(id);
+    this.deleted.add(id);
     if (removed.some((one) => one.id === this.current)) this.current = node.parent;
     return removed;
   }
@@ -44,32 +51,56 @@ export class Work {
 
   // Keep the work in the browser: without alternatives if it is too large. Return whether all of it is kept.
   keep(settings) {
+    this.merge();
     for (const withTops of [true, false]) {
       const nodes = [...this.nodes.values()].map((node) => ({ ...node,
         tokens: node.tokens.map(({ id, bits, top }) => withTops ? [id, bits, top] : [id, bits]) }));
       try {
-        localStorage.setItem(STORAGE, JSON.stringify({ nodes, current: this.current, next: this.next, settings }));
+        localStorage.setItem(STORAGE,
+          JSON.stringify({ nodes, deleted: [...this.deleted], current: this.current, settings }));
         return withTops;
       } catch { /* the quota of the browser; try with less */ }
     }
     return false;
   }
 
+  // Add what this tab or another one has kept to what is here; return it, and whether it lacks some of what is here.
+  merge() {
+    let kept = {};
+    let nodes = [];
+    try {
+      kept = JSON.parse(localStorage.getItem(STORAGE)) ?? {};
+      nodes = (kept.nodes ?? []).map((node) => (
+        { ...node, tokens: node.tokens.map(([id, bits, top = []]) => ({ id, bits, top })) }));
+      for (const id of kept.deleted ?? []) this.deleted.add(id);
+    } catch {
+      kept = {}; // of another version, or damaged
+    }
+    for (const node of nodes) {
+      const own = this.nodes.get(node.id);
+      if (!own) this.nodes.set(node.id, node);
+      else node.tokens.forEach((token, index) => {
+        if (index >= own.tokens.length) own.tokens.push(token);
+        else if (own.tokens[index].bits === null) Object.assign(own.tokens[index], token);
+      });
+    }
+    // a deleted node stays where another tab has added to it meanwhile
+    const alive = new Set();
+    for (const node of this.nodes.values()) {
+      if (this.deleted.has(node.id)) continue;
+      for (let one = node; one && !alive.has(one.id); one = this.nodes.get(one.parent)) alive.add(one.id);
+    }
+    while (this.current !== null && !alive.has(this.current)) this.current = this.nodes.get(this.current)?.parent ?? null;
+    for (const id of this.nodes.keys()) if (!alive.has(id)) this.nodes.delete(id);
+    const found = new Set(nodes.map(({ id }) => id));
+    return { kept, lacks: [...alive].some((id) => !found.has(id)) };
+  }
+
   // Load what is kept; return the settings.
   load() {
-    try {
-      const kept = JSON.parse(localStorage.getItem(STORAGE));
-      if (!kept) return {};
-      for (const node of kept.nodes) {
-        this.nodes.set(node.id, { ...node, tokens: node.tokens.map(([id, bits, top = []]) => ({ id, bits, top })) });
-      }
-      this.current = this.nodes.has(kept.current) ? kept.current : null;
-      this.next = kept.next;
-      return kept.settings ?? {};
-    } catch {
-      this.nodes.clear(); // of another version, or damaged
-      return {};
-    }
+    const { kept } = this.merge();
+    this.current = this.nodes.has(kept.current) ? kept.current : null;
+    return kept.settings ?? {};
   }
 }
 
