@@ -299,7 +299,7 @@ class RequestRunner:
         Raises:
             ApiError: a job failed, the time is up, or the client has gone.
         """
-        left, is_first = len(request.jobs), True
+        left, is_first, saving = len(request.jobs), True, None
         watcher = asyncio.create_task(_gone(connection))
         try:
             while left:
@@ -315,13 +315,20 @@ class RequestRunner:
                     if isinstance(event, Finished):
                         left -= 1
                         if request.session is not None and event.state is not None:
-                            await asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                            # it goes on if the client goes away meanwhile, and until then no other request may write
+                            saving = asyncio.ensure_future(
+                                asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                            )
+                            await asyncio.shield(saving)
                 yield index, events
         finally:
             watcher.cancel()
             for job in request.jobs:
                 self.engine.cancel(job)
-            self._release(request.session)
+            if saving is None:
+                self._release(request.session)
+            else:
+                saving.add_done_callback(lambda _: self._release(request.session))
             self.metrics.request_seconds.add(time.monotonic() - request.started)
 
 

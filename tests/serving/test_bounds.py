@@ -1,0 +1,74 @@
+"""One client among others: whoever reads slowly, asks for much or sends nothing keeps nobody else from being served."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import make_run, running
+
+from transformer_xl.run_folder import Run
+from transformer_xl.serving.guard import owner_of
+from transformer_xl.serving.protocol import ApiError, CompletionBody
+from transformer_xl.serving.requests import RequestRunner
+
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
+OWNER = owner_of("")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny")
+
+
+class Connection:
+    """A client that stays."""
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+
+class SlowDisk:
+    """Lets sessions be saved only once `go` is set."""
+
+    def __init__(self, runner: RequestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        write = runner.sessions._write
+
+        def wait(*arguments: Any) -> None:
+            self.begun.set()
+            assert self.go.wait(60)
+            write(*arguments)
+
+        monkeypatch.setattr(runner.sessions, "_write", wait)
+
+
+def test_session_is_not_released_while_it_is_saved(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client goes away meanwhile: a second writer is refused until then, so that nothing is lost."""
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+        session = client.post("/v1/completions", json={**BODY, "session": "new"}).json()["session"]
+        disk = SlowDisk(runner, monkeypatch)
+
+        async def go() -> None:
+            request = await runner.completion(CompletionBody(**BODY, session=session), OWNER, None)
+
+            async def consume() -> None:
+                async for _ in runner.events(request, Connection()):
+                    pass
+
+            task = asyncio.create_task(consume())
+            await asyncio.to_thread(disk.begun.wait, 60)
+            task.cancel()
+            await asyncio.wait([task])
+            with pytest.raises(ApiError, match="another request is changing"):
+                runner.sessions.acquire(session, OWNER)
+            disk.go.set()
+            while session in runner.sessions._busy:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(go())
+        assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 1 + 2 * (3 + 4)
