@@ -72,3 +72,30 @@ def test_session_is_not_released_while_it_is_saved(run: Run, tmp_path: Path, mon
 
         asyncio.run(go())
         assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 1 + 2 * (3 + 4)
+
+
+def test_new_session_is_made_when_its_request_completes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused, or whose client goes away, leaves none; and the event loop does not wait for the disk."""
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.engine, "max_waiting", -1)
+            patch.setattr(type(runner.engine), "_num_waiting", lambda _: 1)
+            assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
+        wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
+        assert client.post("/v1/completions", json=wrong).status_code == 400
+        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True, "session": "new"}) as r:
+            next(r.iter_raw())
+        while runner.sessions._busy:
+            pass
+        assert client.get("/v1/sessions").json()["data"] == []
+        assert list(tmp_path.iterdir()) == []
+        disk = SlowDisk(runner, monkeypatch)
+        thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": {**BODY, "session": "new"}})
+        thread.start()
+        assert disk.begun.wait(60)
+        assert client.get("/health", timeout=20).status_code == 200
+        disk.go.set()
+        thread.join()
+        assert len(client.get("/v1/sessions").json()["data"]) == 1

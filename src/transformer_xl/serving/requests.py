@@ -273,9 +273,7 @@ class RequestRunner:
         if session_id is None:
             return None
         if session_id == "new":
-            length = served.check_memory_length(memory_length)
-            session_id = self.sessions.create(owner, served.name, length).id
-            memory_length = None
+            return self.sessions.reserve(owner, served.name, served.check_memory_length(memory_length))
         session = self.sessions.acquire(session_id, owner)
         problem = None
         if session.model != served.name:
