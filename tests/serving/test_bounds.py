@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from servers import make_run, running
 
 from transformer_xl.run_folder import Run
 from transformer_xl.serving.guard import owner_of
-from transformer_xl.serving.protocol import ApiError, CompletionBody
+from transformer_xl.serving.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
 from transformer_xl.serving.requests import RequestRunner
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
@@ -99,3 +100,23 @@ def test_new_session_is_made_when_its_request_completes(
         disk.go.set()
         thread.join()
         assert len(client.get("/v1/sessions").json()["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (CompletionBody, {"prompt": [-1] * 1000}),
+        (CompletionBody, {"prompt": [[-1] * 1000] * 1000}),
+        (CompletionBody, {"prompt": "a", **{f"field{index}": 1 for index in range(1000)}}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {f"{index}": "b" for index in range(1000)}}),
+        (CompletionBody, {"prompt": "a", "stop": [""] * 1000}),
+        (ChatBody, {"messages": [5] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [5] * 1000}]}),
+        (DetokenizeBody, {"tokens": [-1] * 1000}),
+        (AttentionBody, {"prompt": [-1] * 1000}),
+    ],
+)
+def test_wrong_values_of_a_body_are_not_all_collected(model: type[Body], values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        model.model_validate({"model": "tiny", **values})
+    assert error.value.error_count() < 10
