@@ -209,6 +209,8 @@ class RequestRunner:
                     streams=bool(body.stream),
                 )
                 request.jobs.append(job)
+            # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
+            await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
             self._submit(request)
         except BaseException:
             self._release(session)
