@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from servers import make_run, running
 from transformer_xl.generation.completion import CompletionBuilder
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.run_folder import Run
+from transformer_xl.serving import app
+from transformer_xl.serving.answers import as_json, text_offsets
 from transformer_xl.serving.guard import owner_of
 from transformer_xl.serving.jobs import TextJob
 from transformer_xl.serving.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
@@ -147,3 +150,44 @@ def test_tokens_to_read_are_one_list(run: Run) -> None:
     served = ServedModel.create("tiny", run)
     job = TextJob(served, [1, 2], GenerationConfig(), 1, lambda _: None)
     assert job.input_ids is job.input_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_is_made_once_and_not_in_the_event_loop(run: Run, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    threads: list[str] = []
+
+    def noted(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return text_offsets(*arguments)
+
+    monkeypatch.setattr(app, "text_offsets", noted)
+    with running({"tiny": run}) as (client, _):
+        body = {**BODY, "n": 8, "echo": True, "logprobs": 2, "stream": stream}
+        assert client.post("/v1/completions", json=body).text.count('"token_logprobs"') >= 8
+    assert len(threads) == 1
+    assert threads[0].startswith("AnyIO worker")
+
+
+def test_json_in_parts_is_that_of_the_encoder() -> None:
+    value = {"a": [{"b": "\u00e9\"", "c": [1, None, {"d": [1.5, True]}]}], "e": {}, "f": []}
+    for depth in range(8):
+        assert as_json(value, depth=depth) == as_json(value)
+    assert json.loads(as_json(value)) == value
+
+
+def test_tokens_of_prompts_are_bounded(run: Run) -> None:
+    with running({"tiny": run}, max_prompt_tokens=100_000) as (client, _):
+        long = {"model": "tiny", "prompt": "a" * 100_001}
+        for path, body in (
+            ("/v1/completions", {**long, "max_tokens": 0}),
+            ("/v1/completions", {**long, "prompt": ["a" * 50_001] * 2}),
+            ("/tokenize", long),
+            ("/detokenize", {"tokens": [1] * 100_001}),
+            ("/attention", long),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "more than 100,000" in answer.json()["error"]["message"]
+        echoed = {"model": "tiny", "prompt": "a" * 70_000, "echo": True, "max_tokens": 0, "n": 60}
+        answer = client.post("/v1/completions", json=echoed)
+        assert "too much, more than 4,194,304" in answer.json()["error"]["message"]

@@ -92,7 +92,7 @@ def make_runner(models: Sequence[ServedModel], config: ServerConfig) -> RequestR
     engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
     folder = None if config.sessions is None else Path(config.sessions)
     sessions = SessionStore(engine.models, config.session_bytes, folder)
-    limits = Limits(max_tokens=config.max_tokens, seconds=config.timeout)
+    limits = Limits(config.max_tokens, config.max_prompt_tokens, seconds=config.timeout)
     return RequestRunner(engine, sessions, Metrics(), limits, config.chat_template)
 
 
