@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from pydantic import ValidationError
 from servers import make_run, running
@@ -15,7 +18,7 @@ from servers import make_run, running
 from transformer_xl.generation.completion import CompletionBuilder
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.run_folder import Run
-from transformer_xl.serving import app
+from transformer_xl.serving import app, connections
 from transformer_xl.serving.answers import as_json, text_offsets
 from transformer_xl.serving.guard import owner_of
 from transformer_xl.serving.jobs import TextJob
@@ -191,3 +194,42 @@ def test_tokens_of_prompts_are_bounded(run: Run) -> None:
         echoed = {"model": "tiny", "prompt": "a" * 70_000, "echo": True, "max_tokens": 0, "n": 60}
         answer = client.post("/v1/completions", json=echoed)
         assert "too much, more than 4,194,304" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nG"])
+def test_connection_without_a_request_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+    with running({"tiny": run}) as (client, _), connect(client) as connection:
+        connection.sendall(sent)
+        connection.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(2**16):
+                pass
+
+
+def test_idle_connections_keep_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 5)
+    with running({"tiny": run}) as (client, _), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(client)) for _ in range(12)]
+        assert client.get("/health", timeout=20).status_code == 200
+        idle[0].settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b""
+
+
+def test_client_that_reads_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SEND_SECONDS", 0.5)
+    lost = threading.Event()
+    connection_lost = connections.BoundedProtocol.connection_lost
+    monkeypatch.setattr(
+        connections.BoundedProtocol, "connection_lost", lambda *given: (connection_lost(*given), lost.set())
+    )
+    with running({"tiny": run}) as (client, _), connect(client) as connection:
+        content = json.dumps({"prompt": "a" * 2**20}).encode()  # with an answer that no buffer of the system holds
+        head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        assert lost.wait(60)
+
+
+def connect(client: httpx2.Client) -> socket.socket:
+    return socket.create_connection((client.base_url.host, client.base_url.port))

@@ -25,6 +25,7 @@ from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, load
 from transformer_xl.serving.app import build_app
 from transformer_xl.serving.config import ServerConfig
+from transformer_xl.serving.connections import IDLE_SECONDS, BoundedProtocol
 from transformer_xl.serving.engine import Engine
 from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
 from transformer_xl.serving.metrics import Metrics
@@ -109,10 +110,11 @@ def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig
     """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
     settings = uvicorn.Config(
         guarded_app(runner, guard),
+        http=BoundedProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds + _ANSWER_SECONDS,
         limit_concurrency=4096,
         h11_max_incomplete_event_size=2**16,
