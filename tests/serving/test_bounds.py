@@ -233,3 +233,25 @@ def test_client_that_reads_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyP
 
 def connect(client: httpx2.Client) -> socket.socket:
     return socket.create_connection((client.base_url.host, client.base_url.port))
+
+
+def test_timeout_ends_a_request_whose_client_does_not_read(run: Run) -> None:
+    """Its session is free again, as it was, and what it still gets is the error."""
+    with running({"tiny": run}, timeout=1.0) as (client, runner):
+        session = client.post("/v1/sessions", json={"model": "tiny"}).json()["id"]
+
+        async def go() -> None:
+            body = CompletionBody(**{**BODY, "max_tokens": 5}, session=session, stream=True)
+            request = await runner.completion(body, OWNER, None)
+            events = runner.events(request, Connection())
+            await anext(events)
+            while session in runner.sessions._busy:
+                await asyncio.sleep(0.01)
+            runner.sessions.acquire(session, OWNER)
+            with pytest.raises(ApiError, match="not done in time"):
+                async for _ in events:
+                    pass
+            assert session in runner.sessions._busy  # the next request holds it
+
+        asyncio.run(asyncio.wait_for(go(), 30))
+        assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 0

@@ -22,6 +22,7 @@ from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import Session, SessionStore
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
+_LATE = "the request was not done in time"
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
 
 
@@ -318,13 +319,30 @@ class RequestRunner:
         Raises:
             ApiError: a job failed, the time is up, or the client has gone.
         """
-        left, is_first, saving = len(request.jobs), True, None
+        left, is_first, is_ended, saving = len(request.jobs), True, False, None
+
+        def end() -> None:
+            nonlocal is_ended
+            if is_ended:
+                return
+            is_ended = True
+            for job in request.jobs:
+                self.engine.cancel(job)
+            if saving is None:
+                self._release(request.session)
+            else:
+                saving.add_done_callback(lambda _: self._release(request.session))
+
         watcher = asyncio.create_task(_gone(connection))
+        # on time also while the client does not read, for which a generator waits
+        timer = asyncio.get_running_loop().call_later(request.started + self.limits.seconds - time.monotonic(), end)
         try:
             while left:
                 # not asyncio.timeout: a stream begins in one task and goes on in another
                 seconds = request.started + self.limits.seconds - time.monotonic()
                 index, events = await _either(request.queue, watcher, max(0.0, seconds))
+                if is_ended:
+                    raise ApiError(504, _LATE, code="timeout")
                 if is_first:
                     self.metrics.first_token_seconds.add(time.monotonic() - request.started)
                     is_first = False
@@ -342,12 +360,8 @@ class RequestRunner:
                 yield index, events
         finally:
             watcher.cancel()
-            for job in request.jobs:
-                self.engine.cancel(job)
-            if saving is None:
-                self._release(request.session)
-            else:
-                saving.add_done_callback(lambda _: self._release(request.session))
+            timer.cancel()
+            end()
             self.metrics.request_seconds.add(time.monotonic() - request.started)
 
 
@@ -422,7 +436,7 @@ async def _either(
         if getter.done():
             return getter.result()
         if not watcher.done():
-            raise ApiError(504, "the request was not done in time", code="timeout")
+            raise ApiError(504, _LATE, code="timeout")
         raise ApiError(CLIENT_CLOSED, "the client has closed the connection")
     finally:
         if not getter.done():
