@@ -20,6 +20,7 @@ from runs import make_run
 
 from transformer_xl.run_folder import Run
 from transformer_xl.serving.config import ServerConfig
+from transformer_xl.serving.connections import BoundedProtocol
 from transformer_xl.serving.requests import RequestRunner
 from transformer_xl.serving.server import guard_settings, guarded_app, make_runner, served_model
 
@@ -32,7 +33,8 @@ def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Clie
     config = ServerConfig(**settings)
     runner = make_runner([served_model(name, run, config) for name, run in runs.items()], config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings_ = uvicorn.Config(guarded_app(runner, guard_settings(config)), log_level="critical")
+        app = guarded_app(runner, guard_settings(config))
+        settings_ = uvicorn.Config(app, http=BoundedProtocol, log_level="critical")
         server = uvicorn.Server(settings_)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         runner.engine.start()

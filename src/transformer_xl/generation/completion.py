@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,10 @@ class CompletionBuilder:
         self._text = ""
         self.finish_reason: FinishReason | None = None
         """Why the text ended, or None if it is not finished."""
+
+    def copy(self) -> CompletionBuilder:
+        """Return another builder in the same state, for another sample of the same prompt."""
+        return deepcopy(self, {id(shared): shared for shared in (self._tokenizer, self._config)})
 
     @property
     def num_held_back(self) -> int:

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+from fastapi.responses import JSONResponse
+from typing_extensions import override
 
 from transformer_xl.serving.jobs import ScoredToken
 from transformer_xl.text.tokenizers import Tokenizer
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def as_json(value: Any, *, depth: int = 0) -> str:
+    """Return a value as JSON.
+
+    Args:
+        value: the value.
+        depth: levels of lists and dictionaries that are encoded one entry at a time: no other thread runs while the
+            encoder of Python does, which takes seconds for the log-probabilities of a long text.
+    """
+    if depth and isinstance(value, dict):
+        entries = (f"{as_json(name)}:{as_json(entry, depth=depth - 1)}" for name, entry in value.items())
+        return "{" + ",".join(entries) + "}"
+    if depth and isinstance(value, list):
+        return "[" + ",".join(as_json(entry, depth=depth - 1) for entry in value) + "]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class LargeAnswer(JSONResponse):
+    """An answer that may be large, to be made in another thread than the event loop's."""
+
+    @override
+    def render(self, content: Any) -> bytes:
+        return as_json(content, depth=5).encode()  # down to the entries of the log-probabilities of a choice
 
 
 def finish_reason(reason: str | None) -> str | None:

@@ -5,11 +5,10 @@ What a body may have is in `protocol.py`, what is checked before in `guard.py`, 
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,9 @@ from starlette.exceptions import HTTPException
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.serving.answers import (
+    LargeAnswer,
     TokenNames,
+    as_json,
     chat_logprobs,
     completion_logprobs,
     finish_reason,
@@ -111,24 +112,26 @@ def build_app(runner: RequestRunner) -> FastAPI:
         return _model_entry(runner, runner.model(name).name, created)
 
     @app.post("/tokenize")
-    def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    def tokenize(body: TokenizeBody) -> Response:
         """Return the token ids of a text."""
         served = runner.model(body.model)
         tokenizer = served.run.tokenizer
         ids = tokenizer.encode(body.prompt).tolist()
+        runner.check_prompt(len(ids))
         if body.add_special_tokens:
             ids = [tokenizer.bos_token_id, *ids]
         strings = [names[served.name].text_of(token_id) for token_id in ids]
-        return {"count": len(ids), "tokens": ids, "token_strs": strings}
+        return LargeAnswer({"count": len(ids), "tokens": ids, "token_strs": strings})
 
     @app.post("/detokenize")
-    def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    def detokenize(body: DetokenizeBody) -> Response:
         """Return the text of token ids, whole and of each token."""
         served = runner.model(body.model)
         tokenizer = served.run.tokenizer
+        runner.check_prompt(len(body.tokens))
         ids = tokenizer.check_ids(body.tokens).tolist()
         strings = [names[served.name].text_of(token_id) for token_id in ids]
-        return {"prompt": tokenizer.decode(ids), "token_strs": strings}
+        return LargeAnswer({"prompt": tokenizer.decode(ids), "token_strs": strings})
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         }
 
     @app.post("/attention")
-    async def attention(body: AttentionBody, request: Request) -> dict[str, Any]:
+    async def attention(body: AttentionBody, request: Request) -> Response:
         """Return what one token attends to: the probability at each distance, of each layer and head."""
         text = await runner.attention(body, request.state.owner)
         probabilities: list[Any] = []
@@ -158,13 +161,14 @@ def build_app(runner: RequestRunner) -> FastAPI:
                     rounded_LNP = event.attention_LNP.double().round(decimals=6)
                     probabilities = await run_in_threadpool(rounded_LNP.tolist)
         (job,) = text.jobs
-        return {
+        answer = {
             "object": "attention",
             "model": text.served.name,
             "position": len(job.prompt_ids) - 1,
             "memory_length": job.memory_length,
             "attention": probabilities,
         }
+        return await run_in_threadpool(LargeAnswer, answer)
 
     _add_sessions(app, runner)
     add_page(app)
@@ -326,7 +330,7 @@ class _CompletionAnswer:
     def __init__(self, text: TextRequest, body: CompletionBody, names: TokenNames) -> None:
         self._text, self._body, self._names = text, body, names
         self.id, self.created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        self._prompt_characters: dict[int, int] = {}  # of each job, with `echo`
+        self._echoes: dict[int, dict[str, Any]] = {}  # what the choices of each job begin with, with `echo`
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
@@ -342,7 +346,8 @@ class _CompletionAnswer:
         """Return the choice of a delta, or None if it has nothing to say."""
         if not (delta.text or delta.tokens or delta.finish_reason):
             return None
-        offsets = [self._prompt_characters.get(job, 0) + offset for offset in delta.offsets]
+        begin = len(self._echoes[job]["text"]) if job in self._echoes else 0
+        offsets = [begin + offset for offset in delta.offsets]
         return self._choice(job, delta.sample, delta.text, delta.tokens, offsets, delta.finish_reason)
 
     def whole(self, job: int, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -356,11 +361,13 @@ class _CompletionAnswer:
         return whole
 
     def _echo(self, job: int, sample: int) -> dict[str, Any]:
-        ids, tokenizer = self._text.jobs[job].prompt_ids, self._text.served.run.tokenizer
-        prompt = tokenizer.decode(ids)
-        self._prompt_characters[job] = len(prompt)
-        tokens = self._text.jobs[job].prompt_tokens
-        return self._choice(job, sample, prompt, tokens, text_offsets(tokenizer, ids), None)
+        if job not in self._echoes:
+            ids, tokenizer = self._text.jobs[job].prompt_ids, self._text.served.run.tokenizer
+            tokens, offsets = self._text.jobs[job].prompt_tokens, list[int]()
+            if self._body.logprobs is not None:
+                offsets = text_offsets(tokenizer, ids)
+            self._echoes[job] = self._choice(job, sample, tokenizer.decode(ids), tokens, offsets, None)
+        return {**self._echoes[job], "index": self._index(job, sample)}
 
     def _choice(
         self,
@@ -375,8 +382,11 @@ class _CompletionAnswer:
         if self._body.logprobs is not None:
             as_ids = self._body.return_tokens_as_token_ids
             logprobs = completion_logprobs(self._names, tokens, offsets, as_ids=as_ids)
-        index = job * self._text.num_returned + sample
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(reason)}
+        reason = finish_reason(reason)
+        return {"index": self._index(job, sample), "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _index(self, job: int, sample: int) -> int:
+        return job * self._text.num_returned + sample
 
 
 class _ChatAnswer:
@@ -429,7 +439,8 @@ async def _respond(
     events = runner.events(text, request)
     try:
         if not body.stream:
-            return JSONResponse(await _whole(text, events, answer), headers=headers)
+            whole = await _whole(text, events, answer)
+            return await run_in_threadpool(LargeAnswer, whole, headers=headers)
         # what fails before the first token is still answered with a status
         first = await anext(events)
     except ApiError as error:
@@ -449,6 +460,16 @@ async def _whole(text: TextRequest, events: AsyncIterator[tuple[int, list[Event]
         for event in news:
             if isinstance(event, Delta):
                 deltas[index].setdefault(event.sample, []).append(event)
+    # log-probabilities of a long text take seconds, for which other requests must not wait
+    choices = await run_in_threadpool(_choices, text, deltas, answer)
+    session = {} if text.session is None else {"session": text.session.id}
+    numbers = usage(text.prompt_tokens, text.completion_tokens)
+    return {**answer.base(chunk=False), "choices": choices, "usage": numbers, **session}
+
+
+def _choices(
+    text: TextRequest, deltas: Mapping[int, Mapping[int, list[Delta]]], answer: _Answer
+) -> list[dict[str, Any]]:
     choices: list[dict[str, Any]] = []
     for index, samples in deltas.items():
         ordered = [samples[sample] for sample in sorted(samples)]
@@ -456,9 +477,7 @@ async def _whole(text: TextRequest, events: AsyncIterator[tuple[int, list[Event]
             ordered = sorted(ordered, key=_mean_logprob, reverse=True)[: text.num_returned]
             ordered = [[_renumbered(delta, rank) for delta in sample] for rank, sample in enumerate(ordered)]
         choices += [answer.whole(index, sample) for sample in ordered]
-    session = {} if text.session is None else {"session": text.session.id}
-    numbers = usage(text.prompt_tokens, text.completion_tokens)
-    return {**answer.base(chunk=False), "choices": choices, "usage": numbers, **session}
+    return choices
 
 
 def _mean_logprob(sample: Sequence[Delta]) -> float:
@@ -486,17 +505,23 @@ async def _stream(
     if include_usage:
         base["usage"] = None
 
-    def chunks(index: int, news: Sequence[Event]) -> list[str]:
-        choices = [] if index in begun else answer.begin(index)
-        begun.add(index)
-        choices += [choice for event in news if isinstance(event, Delta) and (choice := answer.choice(index, event))]
-        return [_sse({**base, "choices": [choice]}) for choice in choices]
+    def beginning(index: int) -> list[str]:
+        return [_sse({**base, "choices": [choice]}, depth=5) for choice in answer.begin(index)]
+
+    async def chunks(index: int, news: Sequence[Event]) -> AsyncIterator[str]:
+        if index not in begun:
+            begun.add(index)
+            for chunk in await run_in_threadpool(beginning, index):
+                yield chunk
+        for event in news:
+            if isinstance(event, Delta) and (choice := answer.choice(index, event)):
+                yield _sse({**base, "choices": [choice]})
 
     try:
-        for chunk in chunks(*first):
+        async for chunk in chunks(*first):
             yield chunk
         async for index, news in events:
-            for chunk in chunks(index, news):
+            async for chunk in chunks(index, news):
                 yield chunk
     except ApiError as error:
         if error.status != CLIENT_CLOSED:
@@ -510,5 +535,5 @@ async def _stream(
     yield "data: [DONE]\n\n"
 
 
-def _sse(values: dict[str, Any]) -> str:
-    return f"data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _sse(values: dict[str, Any], *, depth: int = 0) -> str:
+    return f"data: {as_json(values, depth=depth)}\n\n"

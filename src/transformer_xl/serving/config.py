@@ -33,6 +33,8 @@ class ServerConfig(Settings):
     """The longest memory that a request may ask for; none: memory_length."""
     max_tokens: int = Field(default=65_536, ge=1, le=INT32_MAX)
     """Number of tokens that a request may ask for, for each sample."""
+    max_prompt_tokens: int = Field(default=2**20, ge=1, le=INT32_MAX)
+    """Number of tokens that all prompts of a request may have together."""
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds until a request must be done, waiting included."""
     max_body_bytes: int = Field(default=2**23, ge=1024, le=INT32_MAX)

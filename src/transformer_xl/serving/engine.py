@@ -340,8 +340,6 @@ class Engine:
             return
         if job.score_prompt and job.state is None and not job.add_bos:
             job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
-        if not job.score_prompt:
-            job.prompt_tokens = [ScoredToken(token_id) for token_id in job.prompt_ids]
         served = job.served
         if not job.max_tokens:
             state = None

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class TextJob:
     """Whether each step is told to the listener, not only the end."""
 
     prompt_tokens: list[ScoredToken] = field(default_factory=list)
-    """The prompt's tokens with log-probabilities, once it is read."""
+    """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.monotonic)
 
@@ -108,12 +109,17 @@ class TextJob:
         self.pending: list[Event] = []
         """What the listener was not told yet."""
 
-    @property
+    @cached_property
     def input_ids(self) -> list[int]:
         """The tokens to read: the BOS token where there is one, the newest token of the state, and the prompt."""
         if self.state is not None:
             return [self.state.newest, *self.prompt_ids]
         return [self.served.run.tokenizer.bos_token_id, *self.prompt_ids] if self.add_bos else self.prompt_ids
+
+    @cached_property
+    def builder(self) -> CompletionBuilder:
+        """A builder without tokens, of which each sample has a copy: to decode a long prompt takes time."""
+        return CompletionBuilder(self.served.run.tokenizer, self.input_ids, self.config)
 
 
 @dataclass(eq=False)
@@ -134,9 +140,8 @@ class Sample:
     @staticmethod
     def create(job: TextJob, index: int) -> Sample:
         """Return sample `index` of a job, without tokens."""
-        config = job.config
-        generator = torch.Generator().manual_seed((config.seed + index) % 2**63)
-        return Sample(job, index, generator, CompletionBuilder(job.served.run.tokenizer, job.input_ids, config))
+        generator = torch.Generator().manual_seed((job.config.seed + index) % 2**63)
+        return Sample(job, index, generator, job.builder.copy())
 
     def add(self, token: ScoredToken) -> Delta:
         """Add a token, and return the text and tokens that no later one can change."""

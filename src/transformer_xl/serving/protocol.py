@@ -14,10 +14,13 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_LOGPROBS = 20
 
+_MAX_FIELDS = 100  # of a body
+
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# the lists end at the first wrong value: an error for each of a million values takes gigabytes
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 class ApiError(Exception):
@@ -48,6 +51,13 @@ class Body(BaseModel):
     """Base class of request bodies: values are not converted, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > _MAX_FIELDS:
+            raise ValueError(f"{len(values):,} fields are more than {_MAX_FIELDS}")
+        return values
 
 
 class StreamOptions(Body):
@@ -87,7 +97,7 @@ class Sampling(Body):
     user: str | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[Any, Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +119,13 @@ class Sampling(Body):
 class CompletionBody(Sampling):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[Annotated[list[TokenId], Field(min_length=1)]] | None = None
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | TokenIds
+        | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True)]
+        | None
+    ) = None
     """Text or token ids to continue, or a list of these; null or "": begin a new text, or go on in the session."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 16
     """Number of tokens to generate at most; 0 only reads the prompt."""
@@ -137,7 +153,7 @@ class Message(Body):
     """A message of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=100)]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -149,7 +165,7 @@ class Message(Body):
 class ChatBody(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Number of tokens to generate at most."""
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -175,7 +191,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     """Name of the model, the first one if it is left out."""
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class AttentionBody(Body):
@@ -183,7 +199,7 @@ class AttentionBody(Body):
 
     model: str | None = None
     """Name of the model, the first one if it is left out."""
-    prompt: str | list[TokenId]
+    prompt: str | TokenIds
     """Text or token ids."""
     position: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Index of the token whose attention is returned, from 0; the last one if it is left out."""

@@ -22,6 +22,7 @@ from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import Session, SessionStore
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
+_LATE = "the request was not done in time"
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
 
 
@@ -31,10 +32,12 @@ class Limits:
 
     max_tokens: int = 65_536
     """Tokens to generate for a sample."""
+    max_prompt_tokens: int = 2**20
+    """Tokens of all prompts of a request."""
     max_prompts: int = 256
     """Prompts of a request."""
     max_work: int = 2**22
-    """Tokens with log-probabilities or generated, over all prompts and samples, times 1 + logprobs."""
+    """Tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs."""
     seconds: float = 600.0
     """Time until the request must be done, waiting included."""
 
@@ -88,6 +91,18 @@ class RequestRunner:
             raise ApiError(404, message, param="model", code="model_not_found")
         return models[name]
 
+    def check_prompt(self, num_tokens: int) -> int:
+        """Return the number of tokens of all prompts of a request.
+
+        Raises:
+            ApiError: it is too large.
+        """
+        longest = self.limits.max_prompt_tokens
+        if num_tokens > longest:
+            message = f"the prompt has {num_tokens:,} tokens, more than {longest:,}; shorten it, or send it in parts to"
+            raise ApiError(400, f"{message} a session", param="prompt")
+        return num_tokens
+
     async def completion(self, body: CompletionBody, owner: str, session_header: str | None) -> TextRequest:
         """Return the request of a completion.
 
@@ -114,6 +129,7 @@ class RequestRunner:
             num_samples=num_samples,
             num_logprobs=num_logprobs,
             score_prompt=score_prompt,
+            echo=bool(body.echo),
             add_bos=body.add_special_tokens,
             stop=body.stops,
         )
@@ -142,6 +158,7 @@ class RequestRunner:
             num_samples=body.n or 1,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             score_prompt=False,
+            echo=False,
             add_bos=True,
             stop=stops or ((end,) if end else ()),
         )
@@ -157,6 +174,7 @@ class RequestRunner:
         num_samples: int,
         num_logprobs: int | None,
         score_prompt: bool,
+        echo: bool,
         add_bos: bool,
         stop: tuple[str, ...],
     ) -> TextRequest:
@@ -180,9 +198,11 @@ class RequestRunner:
             encoded = await asyncio.to_thread(_encoded, served, prompts)
         except UserError as error:
             raise ApiError(400, str(error)) from None
-        scored = max_tokens * num_samples * len(encoded) + score_prompt * sum(map(len, encoded))
-        if scored * (1 + (num_logprobs or 0)) > limits.max_work:
-            raise ApiError(400, "prompts x samples x max_tokens x (1 + logprobs) is too much for one request; split it")
+        prompt_tokens = self.check_prompt(sum(map(len, encoded)))
+        work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if echo else 0)
+        if work * (1 + (num_logprobs or 0)) > limits.max_work:
+            message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
+            raise ApiError(400, f"{message} is too much, more than {limits.max_work:,}; split the request")
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         config = _config(body, max_tokens, seed, stop)
         session = self._session(session_id, owner, served, body.memory_length)
@@ -211,6 +231,8 @@ class RequestRunner:
                     streams=bool(body.stream),
                 )
                 request.jobs.append(job)
+            # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
+            await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
             self._submit(request)
         except BaseException:
             self._release(session)
@@ -230,7 +252,7 @@ class RequestRunner:
             (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
         except UserError as error:
             raise ApiError(400, str(error)) from None
-        if not ids:
+        if not self.check_prompt(len(ids)):
             raise ApiError(400, "the prompt is empty; give some text", param="prompt")
         position = len(ids) - 1 if body.position is None else body.position
         if position >= len(ids):
@@ -238,7 +260,7 @@ class RequestRunner:
         config = served.model.config
         assert isinstance(config, RelativeConfig)
         num_seen = min(position + 2, memory_length + served.plan.segment_length)
-        if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION or position >= self.limits.max_work:
+        if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
             raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
         loop, request = asyncio.get_running_loop(), TextRequest(served, [], owner, 1)
@@ -275,9 +297,7 @@ class RequestRunner:
         if session_id is None:
             return None
         if session_id == "new":
-            length = served.check_memory_length(memory_length)
-            session_id = self.sessions.create(owner, served.name, length).id
-            memory_length = None
+            return self.sessions.reserve(owner, served.name, served.check_memory_length(memory_length))
         session = self.sessions.acquire(session_id, owner)
         problem = None
         if session.model != served.name:
@@ -301,13 +321,30 @@ class RequestRunner:
         Raises:
             ApiError: a job failed, the time is up, or the client has gone.
         """
-        left, is_first = len(request.jobs), True
+        left, is_first, is_ended, saving = len(request.jobs), True, False, None
+
+        def end() -> None:
+            nonlocal is_ended
+            if is_ended:
+                return
+            is_ended = True
+            for job in request.jobs:
+                self.engine.cancel(job)
+            if saving is None:
+                self._release(request.session)
+            else:
+                saving.add_done_callback(lambda _: self._release(request.session))
+
         watcher = asyncio.create_task(_gone(connection))
+        # on time also while the client does not read, for which a generator waits
+        timer = asyncio.get_running_loop().call_later(request.started + self.limits.seconds - time.monotonic(), end)
         try:
             while left:
                 # not asyncio.timeout: a stream begins in one task and goes on in another
                 seconds = request.started + self.limits.seconds - time.monotonic()
                 index, events = await _either(request.queue, watcher, max(0.0, seconds))
+                if is_ended:
+                    raise ApiError(504, _LATE, code="timeout")
                 if is_first:
                     self.metrics.first_token_seconds.add(time.monotonic() - request.started)
                     is_first = False
@@ -317,13 +354,16 @@ class RequestRunner:
                     if isinstance(event, Finished):
                         left -= 1
                         if request.session is not None and event.state is not None:
-                            await asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                            # it goes on if the client goes away meanwhile, and until then no other request may write
+                            saving = asyncio.ensure_future(
+                                asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                            )
+                            await asyncio.shield(saving)
                 yield index, events
         finally:
             watcher.cancel()
-            for job in request.jobs:
-                self.engine.cancel(job)
-            self._release(request.session)
+            timer.cancel()
+            end()
             self.metrics.request_seconds.add(time.monotonic() - request.started)
 
 
@@ -398,7 +438,7 @@ async def _either(
         if getter.done():
             return getter.result()
         if not watcher.done():
-            raise ApiError(504, "the request was not done in time", code="timeout")
+            raise ApiError(504, _LATE, code="timeout")
         raise ApiError(CLIENT_CLOSED, "the client has closed the connection")
     finally:
         if not getter.done():

@@ -25,6 +25,7 @@ from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, load
 from transformer_xl.serving.app import build_app
 from transformer_xl.serving.config import ServerConfig
+from transformer_xl.serving.connections import IDLE_SECONDS, BoundedProtocol
 from transformer_xl.serving.engine import Engine
 from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
 from transformer_xl.serving.metrics import Metrics
@@ -92,7 +93,7 @@ def make_runner(models: Sequence[ServedModel], config: ServerConfig) -> RequestR
     engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
     folder = None if config.sessions is None else Path(config.sessions)
     sessions = SessionStore(engine.models, config.session_bytes, folder)
-    limits = Limits(max_tokens=config.max_tokens, seconds=config.timeout)
+    limits = Limits(config.max_tokens, config.max_prompt_tokens, seconds=config.timeout)
     return RequestRunner(engine, sessions, Metrics(), limits, config.chat_template)
 
 
@@ -109,10 +110,11 @@ def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig
     """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
     settings = uvicorn.Config(
         guarded_app(runner, guard),
+        http=BoundedProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds + _ANSWER_SECONDS,
         limit_concurrency=4096,
         h11_max_incomplete_event_size=2**16,

@@ -128,6 +128,13 @@ class SessionStore:
             self._sessions.move_to_end(session_id)
             return session
 
+    def reserve(self, owner: str, model: str, memory_length: int) -> Session:
+        """Return a session that exists only once it is committed; this request alone may change it until `release`."""
+        session = _new_session(owner, model, memory_length)
+        with self._lock:
+            self._busy.add(session.id)
+        return session
+
     def create(
         self,
         owner: str,
@@ -143,8 +150,7 @@ class SessionStore:
         Raises:
             ApiError: it does not fit into the bound, or cannot be saved.
         """
-        session_id = f"{kind}-{secrets.token_urlsafe(24)}"
-        session = Session(session_id, owner, model, memory_length, state, time.time(), parent)
+        session = _new_session(owner, model, memory_length, state, parent=parent, kind=kind)
         self._put(session)
         return session
 
@@ -179,7 +185,7 @@ class SessionStore:
             self._busy.discard(session_id)
 
     def commit(self, session: Session, state: MemoryState) -> None:
-        """Give a session that was acquired its next state; it is saved first.
+        """Give a session that was acquired or reserved its next state; it is saved first.
 
         Raises:
             ApiError: it does not fit into the bound, or cannot be saved; the session is as it was.
@@ -293,6 +299,19 @@ class SessionStore:
             self._sessions[session.id] = session
         while self.num_bytes > self.max_bytes and self._sessions:
             self._sessions.popitem(last=False)  # the file stays: the bound may be raised again
+
+
+def _new_session(
+    owner: str,
+    model: str,
+    memory_length: int,
+    state: MemoryState | None = None,
+    *,
+    parent: str | None = None,
+    kind: str = "session",
+) -> Session:
+    session_id = f"{kind}-{secrets.token_urlsafe(24)}"
+    return Session(session_id, owner, model, memory_length, state, time.time(), parent)
 
 
 def check_header(content: bytes, models: Mapping[str, ServedModel], *, num_bytes: int | None = None) -> None:

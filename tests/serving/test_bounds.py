@@ -1,0 +1,257 @@
+"""One client among others: whoever reads slowly, asks for much or sends nothing keeps nobody else from being served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from pydantic import ValidationError
+from servers import make_run, running
+
+from transformer_xl.generation.completion import CompletionBuilder
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.run_folder import Run
+from transformer_xl.serving import app, connections
+from transformer_xl.serving.answers import as_json, text_offsets
+from transformer_xl.serving.guard import owner_of
+from transformer_xl.serving.jobs import TextJob
+from transformer_xl.serving.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
+from transformer_xl.serving.requests import RequestRunner
+from transformer_xl.serving.served_model import ServedModel
+
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
+OWNER = owner_of("")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny")
+
+
+class Connection:
+    """A client that stays."""
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+
+class SlowDisk:
+    """Lets sessions be saved only once `go` is set."""
+
+    def __init__(self, runner: RequestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        write = runner.sessions._write
+
+        def wait(*arguments: Any) -> None:
+            self.begun.set()
+            assert self.go.wait(60)
+            write(*arguments)
+
+        monkeypatch.setattr(runner.sessions, "_write", wait)
+
+
+def test_session_is_not_released_while_it_is_saved(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client goes away meanwhile: a second writer is refused until then, so that nothing is lost."""
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+        session = client.post("/v1/completions", json={**BODY, "session": "new"}).json()["session"]
+        disk = SlowDisk(runner, monkeypatch)
+
+        async def go() -> None:
+            request = await runner.completion(CompletionBody(**BODY, session=session), OWNER, None)
+
+            async def consume() -> None:
+                async for _ in runner.events(request, Connection()):
+                    pass
+
+            task = asyncio.create_task(consume())
+            await asyncio.to_thread(disk.begun.wait, 60)
+            task.cancel()
+            await asyncio.wait([task])
+            with pytest.raises(ApiError, match="another request is changing"):
+                runner.sessions.acquire(session, OWNER)
+            disk.go.set()
+            while session in runner.sessions._busy:
+                await asyncio.sleep(0.01)
+
+        asyncio.run(go())
+        assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 1 + 2 * (3 + 4)
+
+
+def test_new_session_is_made_when_its_request_completes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused, or whose client goes away, leaves none; and the event loop does not wait for the disk."""
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.engine, "max_waiting", -1)
+            patch.setattr(type(runner.engine), "_num_waiting", lambda _: 1)
+            assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
+        wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
+        assert client.post("/v1/completions", json=wrong).status_code == 400
+        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True, "session": "new"}) as r:
+            next(r.iter_raw())
+        while runner.sessions._busy:
+            pass
+        assert client.get("/v1/sessions").json()["data"] == []
+        assert list(tmp_path.iterdir()) == []
+        disk = SlowDisk(runner, monkeypatch)
+        thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": {**BODY, "session": "new"}})
+        thread.start()
+        assert disk.begun.wait(60)
+        assert client.get("/health", timeout=20).status_code == 200
+        disk.go.set()
+        thread.join()
+        assert len(client.get("/v1/sessions").json()["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (CompletionBody, {"prompt": [-1] * 1000}),
+        (CompletionBody, {"prompt": [[-1] * 1000] * 1000}),
+        (CompletionBody, {"prompt": "a", **{f"field{index}": 1 for index in range(1000)}}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {f"{index}": "b" for index in range(1000)}}),
+        (CompletionBody, {"prompt": "a", "stop": [""] * 1000}),
+        (ChatBody, {"messages": [5] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [5] * 1000}]}),
+        (DetokenizeBody, {"tokens": [-1] * 1000}),
+        (AttentionBody, {"prompt": [-1] * 1000}),
+    ],
+)
+def test_wrong_values_of_a_body_are_not_all_collected(model: type[Body], values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        model.model_validate({"model": "tiny", **values})
+    assert error.value.error_count() < 10
+
+
+def test_prompt_is_decoded_once_and_not_in_the_thread_of_the_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    init = CompletionBuilder.__init__
+
+    def noted(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        init(*arguments)
+
+    monkeypatch.setattr(CompletionBuilder, "__init__", noted)
+    with running({"tiny": run}) as (client, _):
+        answer = client.post("/v1/completions", json={**BODY, "n": 8}).json()
+    assert len(answer["choices"]) == 8
+    assert len(threads) == 1
+    assert "txl-model" not in threads
+
+
+def test_tokens_to_read_are_one_list(run: Run) -> None:
+    """Which is not built again for each slice of a long prompt."""
+    served = ServedModel.create("tiny", run)
+    job = TextJob(served, [1, 2], GenerationConfig(), 1, lambda _: None)
+    assert job.input_ids is job.input_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_is_made_once_and_not_in_the_event_loop(run: Run, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    threads: list[str] = []
+
+    def noted(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return text_offsets(*arguments)
+
+    monkeypatch.setattr(app, "text_offsets", noted)
+    with running({"tiny": run}) as (client, _):
+        body = {**BODY, "n": 8, "echo": True, "logprobs": 2, "stream": stream}
+        assert client.post("/v1/completions", json=body).text.count('"token_logprobs"') >= 8
+    assert len(threads) == 1
+    assert threads[0].startswith("AnyIO worker")
+
+
+def test_json_in_parts_is_that_of_the_encoder() -> None:
+    value = {"a": [{"b": "\u00e9\"", "c": [1, None, {"d": [1.5, True]}]}], "e": {}, "f": []}
+    for depth in range(8):
+        assert as_json(value, depth=depth) == as_json(value)
+    assert json.loads(as_json(value)) == value
+
+
+def test_tokens_of_prompts_are_bounded(run: Run) -> None:
+    with running({"tiny": run}, max_prompt_tokens=100_000) as (client, _):
+        long = {"model": "tiny", "prompt": "a" * 100_001}
+        for path, body in (
+            ("/v1/completions", {**long, "max_tokens": 0}),
+            ("/v1/completions", {**long, "prompt": ["a" * 50_001] * 2}),
+            ("/tokenize", long),
+            ("/detokenize", {"tokens": [1] * 100_001}),
+            ("/attention", long),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "more than 100,000" in answer.json()["error"]["message"]
+        echoed = {"model": "tiny", "prompt": "a" * 70_000, "echo": True, "max_tokens": 0, "n": 60}
+        answer = client.post("/v1/completions", json=echoed)
+        assert "too much, more than 4,194,304" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nG"])
+def test_connection_without_a_request_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
+    with running({"tiny": run}) as (client, _), connect(client) as connection:
+        connection.sendall(sent)
+        connection.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(2**16):
+                pass
+
+
+def test_idle_connections_keep_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 5)
+    with running({"tiny": run}) as (client, _), contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect(client)) for _ in range(12)]
+        assert client.get("/health", timeout=20).status_code == 200
+        idle[0].settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert idle[0].recv(1) == b""
+
+
+def test_client_that_reads_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SEND_SECONDS", 0.5)
+    lost = threading.Event()
+    connection_lost = connections.BoundedProtocol.connection_lost
+    monkeypatch.setattr(
+        connections.BoundedProtocol, "connection_lost", lambda *given: (connection_lost(*given), lost.set())
+    )
+    with running({"tiny": run}) as (client, _), connect(client) as connection:
+        content = json.dumps({"prompt": "a" * 2**20}).encode()  # with an answer that no buffer of the system holds
+        head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        assert lost.wait(60)
+
+
+def connect(client: httpx2.Client) -> socket.socket:
+    return socket.create_connection((client.base_url.host, client.base_url.port))
+
+
+def test_timeout_ends_a_request_whose_client_does_not_read(run: Run) -> None:
+    """Its session is free again, as it was, and what it still gets is the error."""
+    with running({"tiny": run}, timeout=1.0) as (client, runner):
+        session = client.post("/v1/sessions", json={"model": "tiny"}).json()["id"]
+
+        async def go() -> None:
+            body = CompletionBody(**{**BODY, "max_tokens": 5}, session=session, stream=True)
+            request = await runner.completion(body, OWNER, None)
+            events = runner.events(request, Connection())
+            await anext(events)
+            while session in runner.sessions._busy:
+                await asyncio.sleep(0.01)
+            runner.sessions.acquire(session, OWNER)
+            with pytest.raises(ApiError, match="not done in time"):
+                async for _ in events:
+                    pass
+            assert session in runner.sessions._busy  # the next request holds it
+
+        asyncio.run(asyncio.wait_for(go(), 30))
+        assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 0
