@@ -96,14 +96,18 @@ def test_new_session_is_made_when_its_request_completes(
             assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
         wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
         assert client.post("/v1/completions", json=wrong).status_code == 400
-        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True, "session": "new"}) as r:
+        with client.stream(
+            "POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True, "session": "new"}
+        ) as r:
             next(r.iter_raw())
         while runner.sessions._busy:
             pass
         assert client.get("/v1/sessions").json()["data"] == []
         assert list(tmp_path.iterdir()) == []
         disk = SlowDisk(runner, monkeypatch)
-        thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": {**BODY, "session": "new"}})
+        thread = threading.Thread(
+            target=client.post, args=("/v1/completions",), kwargs={"json": {**BODY, "session": "new"}}
+        )
         thread.start()
         assert disk.begun.wait(60)
         assert client.get("/health", timeout=20).status_code == 200
@@ -172,7 +176,7 @@ def test_echo_is_made_once_and_not_in_the_event_loop(run: Run, monkeypatch: pyte
 
 
 def test_json_in_parts_is_that_of_the_encoder() -> None:
-    value = {"a": [{"b": "\u00e9\"", "c": [1, None, {"d": [1.5, True]}]}], "e": {}, "f": []}
+    value = {"a": [{"b": '\u00e9"', "c": [1, None, {"d": [1.5, True]}]}], "e": {}, "f": []}
     for depth in range(8):
         assert as_json(value, depth=depth) == as_json(value)
     assert json.loads(as_json(value)) == value
