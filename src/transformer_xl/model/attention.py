@@ -21,7 +21,7 @@ from transformer_xl.config import RelativeConfig, TransformerConfig, Transformer
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
-from transformer_xl.model.linear import FewRowsLinear
+from transformer_xl.model.linear import PackedLinear
 from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
 
 
@@ -98,12 +98,12 @@ class RelativeAttention(nn.Module):
         self.head_shape = (config.n_heads, config.head_dim)
         self.norm_first = config.norm_first
         inner = config.n_heads * config.head_dim
-        self.q_proj = FewRowsLinear(config.d_model, inner, bias=False)
-        self.k_proj = FewRowsLinear(config.d_model, inner, bias=False)
-        self.v_proj = FewRowsLinear(config.d_model, inner, bias=False)
+        self.q_proj = PackedLinear(config.d_model, inner, bias=False)
+        self.k_proj = PackedLinear(config.d_model, inner, bias=False)
+        self.v_proj = PackedLinear(config.d_model, inner, bias=False)
         is_tied = isinstance(config, TransformerXLConfig) and config.tie_key_projections
-        self.r_proj = None if is_tied else FewRowsLinear(config.d_model, inner, bias=False)
-        self.o_proj = FewRowsLinear(inner, config.d_model, bias=False)
+        self.r_proj = None if is_tied else PackedLinear(config.d_model, inner, bias=False)
+        self.o_proj = PackedLinear(inner, config.d_model, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
@@ -197,8 +197,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm_first = config.norm_first
-        self.up_proj = FewRowsLinear(config.d_model, config.d_ff)
-        self.down_proj = FewRowsLinear(config.d_ff, config.d_model)
+        self.up_proj = PackedLinear(config.d_model, config.d_ff)
+        self.down_proj = PackedLinear(config.d_ff, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.relu_dropout = FastDropout(config.dropout, relu=True, variational=config.variational_dropout)
         self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)

@@ -29,6 +29,7 @@ from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout, drop_vocabulary
+from transformer_xl.model.linear import PackedLinear
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
@@ -64,11 +65,20 @@ class LanguageModel(nn.Module, ABC):
             for p in (config.input_dropout, config.output_dropout)
         )
         self._weights_version = WeightsVersion()
+        self._packed_version: int | None = None
 
     @property
     def weights_version(self) -> int | None:
         """A number that changes when the weights change; None where torch compiles the model, which cannot see it."""
-        return None if torch.compiler.is_compiling() else self._weights_version.of(self)
+        if torch.compiler.is_compiling():
+            return None
+        number = self._weights_version.of(self)
+        if number != self._packed_version:
+            for module in self.modules():
+                if isinstance(module, PackedLinear):
+                    module.unpack()  # a layer alone sees all changes but those of an adapter that is merged
+            self._packed_version = number
+        return number
 
     def adopt_weights_version(self, other: LanguageModel) -> None:
         """Continue the memories of another model, whose weights this one has."""
@@ -396,6 +406,7 @@ class LanguageModel(nn.Module, ABC):
             raise UserError(
                 f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {batch_size}; expected one for each row"
             )
+        weights_version = self.weights_version
         if memory is None:
             return self.initial_memory(batch_size)
         check_type(memory, Memory, "memory", "give the memory that the model returned, or None")
@@ -412,7 +423,7 @@ class LanguageModel(nn.Module, ABC):
             or num_recent != self.config.max_ngram - 1
         ):
             raise UserError("this memory was made by another model; start with initial_memory")
-        if memory.weights_version is not None and self.weights_version not in (None, memory.weights_version):
+        if memory.weights_version is not None and weights_version not in (None, memory.weights_version):
             raise UserError(
                 "this memory holds keys and values of other weights than the model has now; begin with a new "
                 "inference_memory, or use initial_memory where weights change"

@@ -1,42 +1,115 @@
-"""A linear layer that is also fast for a single token.
+"""A linear layer that multiplies with packed weights on a CPU where no gradients are computed.
 
-With few input rows, the time of a matrix product is that of reading the weights. On a CPU, torch's product of a row and
-a matrix reaches about two thirds of the memory bandwidth. Computed as a batch of products, one for each thread with its
-part of the weights, it comes close to the full bandwidth.
-
-Shape suffixes: X rows, I input width, O output width (of one part if Y precedes it), Y parts of the weights.
+oneDNN, torch's CPU library, packs a matrix once into the layout in which its products read it. `F.linear` on x86 gives
+float32 to MKL instead, and packs bfloat16 in each call; `benchmarks/linear.py` compares both. A row of a result
+does not depend on the other rows, nor on the number of threads. For training nothing is packed, as weights change in
+each step.
 """
 
 from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-_MAX_ROWS = 32  # maximum number of rows for which weights are read in parts
+from transformer_xl.model.weights_version import count_optimizer_steps
+
+_MIN_WEIGHTS = 2**18  # below, the product takes less time than is saved
+_ROWS = 512  # for which oneDNN chooses the layout; of 1, 16, 64 and 512 it was fastest for nearly all numbers of rows
 
 
-class FewRowsLinear(nn.Linear):
-    """torch's Linear, except for few rows on a CPU without gradients, where each thread reads a part of the weights."""
+@dataclass(frozen=True)
+class _Packed:
+    """Packed weights, and what they were made from."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    source: Sequence[Tensor]
+    """The parameters themselves: others may get their addresses later."""
+    versions: list[tuple[int, int]]
+    """Of each parameter, the number of changes that torch has counted, and its address."""
+
+
+class PackedLinear(nn.Linear):
+    """torch's Linear, which without gradients multiplies with weights that are packed, on an x86 processor."""
+
+    _packed: _Packed | None = None
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., O) for an input of shape (..., I)."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._few_rows(input):
+        if self.in_features * self.out_features < _MIN_WEIGHTS or torch.compiler.is_compiling():
             return super().forward(input)
-        num_parts = torch.get_num_threads()
-        if num_parts == 1 or self.out_features % num_parts:
+        if torch.is_grad_enabled():
+            self.unpack()  # the weights may change next
             return super().forward(input)
-        x_XI = input.reshape(-1, self.in_features)
-        weight_YIO = self.weight.view(num_parts, -1, self.in_features).mT
-        out_YXO = torch.bmm(x_XI.expand(num_parts, -1, -1), weight_YIO)
-        out = out_YXO.transpose(0, 1).reshape(*input.shape[:-1], self.out_features)
-        return out if self.bias is None else out.add_(self.bias)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        packed = self._packed
+        # not self.weight, which takes Python longer
+        source = [parameter for parameter in self._parameters.values() if parameter is not None]
+        if (
+            packed is None
+            or packed.dtype != dtype
+            or not all(map(is_, source, packed.source))
+            or [(parameter._version, parameter.data_ptr()) for parameter in source] != packed.versions
+            or type(input) is not Tensor
+            or not input.is_cpu
+        ):
+            if not self._can_pack(input, dtype):
+                return super().forward(input)
+            packed = self._packed = self._pack(source, dtype)
+        return _multiply()(input.to(dtype), packed.weight, packed.bias, "none", [], "")
 
-    def _few_rows(self, input: Tensor) -> bool:
+    def unpack(self) -> None:
+        """Drop the packed weights; the next product without gradients packs them anew."""
+        self._packed = None
+
+    def _can_pack(self, input: Tensor, dtype: torch.dtype) -> bool:
+        weight = self.weight
         return (
-            0 < input.numel() <= _MAX_ROWS * self.in_features
-            and input.device.type == "cpu"
-            and input.dtype == self.weight.dtype in (torch.float32, torch.float64)
-            and not torch.is_autocast_enabled("cpu")
+            type(input) is Tensor
+            and type(weight) is nn.Parameter
+            and input.is_cpu
+            and weight.is_cpu
+            and (dtype == weight.dtype or torch.is_autocast_enabled("cpu"))
+            and input.numel() > 0
+            and not weight.is_inference()  # torch does not count its changes
+            and packs(dtype)
         )
+
+    def _pack(self, source: Sequence[Tensor], dtype: torch.dtype) -> _Packed:
+        count_optimizer_steps()
+        weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().to(dtype).contiguous(), _ROWS)
+        bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
+        return _Packed(
+            weight, bias, dtype, source, [(parameter._version, parameter.data_ptr()) for parameter in source]
+        )
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN packs weights of this dtype here."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    names = ("_linear_pointwise", "_reorder_linear_weight")  # private: another version of torch may lack them
+    return dtype in (torch.float32, torch.bfloat16) and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+@cache
+def _multiply() -> Callable[..., Tensor]:
+    """Return oneDNN's product, found once, as to find it takes as long as a small product."""
+    return torch.ops.mkldnn._linear_pointwise.default

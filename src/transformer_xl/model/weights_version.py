@@ -40,7 +40,7 @@ class WeightsVersion:
 
     def set(self, model: nn.Module, number: int) -> None:
         """Give the weights of a model, as they are now, a number."""
-        _count_optimizer_steps()
+        count_optimizer_steps()
         modules = list(model.modules())
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._children = [module._modules for module in modules if module._modules]
@@ -59,7 +59,7 @@ class WeightsVersion:
 
 
 @cache  # once in a process
-def _count_optimizer_steps() -> None:
+def count_optimizer_steps() -> None:
     """Count each step of each optimizer as a change of the tensors that it trains."""
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:

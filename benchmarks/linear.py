@@ -1,0 +1,82 @@
+"""Compares products with packed weights with torch's linear, on the CPU, for several shapes and numbers of rows.
+
+    python benchmarks/linear.py [--threads 2] [--rows 1,8,64,512] [--out FILE]
+
+Both take turns, and the result is the median of all turns. So that weights are read from memory, as in a model, a turn
+multiplies with 40 matrices one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from torch import Tensor, nn
+
+from transformer_xl.model.linear import PackedLinear
+
+SHAPES = ((512, 512), (512, 2048), (2048, 512), (1024, 4096))
+MATRICES, TURNS = 40, 9
+
+
+def seconds(multiply: Callable[[], list[Tensor]]) -> float:
+    start = time.perf_counter()
+    multiply()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure, print a line for each shape, and write the results to a file."""
+    parser = argparse.ArgumentParser(description="Compares packed weights with torch's linear.")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rows", default="1,8,64,512", help="rows of the input (1,8,64,512)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "linear.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    busy, results = warn_if_busy(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in SHAPES:
+            packed = [PackedLinear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
+            plain = [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
+            for rows in map(int, args.rows.split(",")):
+                x = torch.randn(rows, shape[0], dtype=dtype)
+                with torch.inference_mode():
+                    times: list[list[float]] = [[], []]
+                    for turn in range(TURNS + 1):
+                        for layers, into in zip((plain, packed), times, strict=True):
+                            spent = seconds(lambda layers=layers, x=x: [layer(x) for layer in layers])
+                            if turn:  # the first packs
+                                into.append(spent)
+                before, after = (statistics.median(one) for one in times)
+                gflop = 2 * rows * shape[0] * shape[1] * MATRICES / 1e9
+                entry = {
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": shape,
+                    "rows": rows,
+                    "linear_gflops": round(gflop / before, 1),
+                    "packed_gflops": round(gflop / after, 1),
+                    "ratio": round(before / after, 2),
+                }
+                say(str(entry))
+                results.append(entry)
+    values = {
+        "command": command(),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "cpu_features": cpu_features(),
+        "torch": torch.__version__,
+        "threads": args.threads,
+        "busy": busy,
+        "results": results,
+    }
+    write(values, args.out)
+
+
+if __name__ == "__main__":
+    main()
