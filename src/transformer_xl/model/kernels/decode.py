@@ -4,7 +4,7 @@ Most of the time goes into reading keys and values, so those that no query atten
 and keys beyond the window. Otherwise this is the computation of `sdpa.py`, without its overhead.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width, K
-attended keys (the newest of the S keys), G = B x N, X any length.
+attended keys (the newest of the S keys), G = B x N, X any number of rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
     num_attended = _num_attended(inputs, mask)
     k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_attended), _by_head(inputs.v_BSNH, num_attended)
     content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * d_head**-0.5, num_queries)
-    position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * d_head**-0.5, num_queries)
     r_PNH = inputs.position_key_PNH
     num_near = min(num_attended, len(r_PNH))  # number of attended distances that are not clamped
-    position_BNTP = torch.matmul(
-        position_GTH.view(batch_size, num_heads, num_queries, d_head), r_PNH[len(r_PNH) - num_near :].permute(1, 2, 0)
-    )
+    # one product for each head: matmul would copy the position keys for each batch row
+    position_NXH = ((inputs.q_BTNH + inputs.position_bias_NH) * d_head**-0.5).flatten(0, 1).transpose(0, 1)
+    position_NXP = torch.bmm(position_NXH, r_PNH[len(r_PNH) - num_near :].permute(1, 2, 0))
+    position_BNTP = position_NXP.view(num_heads, batch_size, num_queries, num_near).transpose(0, 1)
     num_clamped = min(mask.num_clamped, num_attended - num_near)
     bias_BNTK = shifted(position_BNTP, num_keys=num_attended, num_clamped=num_clamped)
     if mask.valid_B is not None:
