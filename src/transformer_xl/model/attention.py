@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,6 +22,7 @@ from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
 from transformer_xl.model.linear import PackedLinear
 from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
+from transformer_xl.model.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,6 @@ def make_final_norm(config: TransformerConfig) -> nn.Module:
     if config.norm_first and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.norm_eps)
     return nn.Identity()
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm, computed in float32 and returned in the dtype of its input, which autocast makes bfloat16."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__(width, eps=eps)
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape and dtype of x, whose last dimension is normalized."""
-        weight = self.weight
-        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class RelativeAttention(nn.Module):

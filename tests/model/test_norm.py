@@ -1,0 +1,33 @@
+"""RMSNorm equals torch's, in value and gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from transformer_xl.model.norm import RMSNorm
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 0, 8), (2, 5, 3, 8)])
+def test_equals_torch_s_rms_norm_with_its_gradients(shape):
+    torch.manual_seed(1)
+    norm, x = RMSNorm(8, eps=1e-5).double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    expected = F.rms_norm(x, (8,), norm.weight, 1e-5)
+    out = norm(x)
+    dout = torch.randn_like(out)
+    gradients = [torch.autograd.grad(one, (x, norm.weight), dout) for one in (out, expected)]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_zeros_and_bfloat16():
+    norm = RMSNorm(64, eps=1e-5)
+    x = torch.cat([torch.zeros(1, 64), torch.randn(3, 64)]).bfloat16().requires_grad_()
+    out = norm(x)
+    expected = F.rms_norm(x.float(), (64,), norm.weight, 1e-5)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected.bfloat16(), rtol=0, atol=0)
+    gradients = [torch.autograd.grad(one.float().square().sum(), (x, norm.weight)) for one in (out, expected)]
+    assert gradients[0][0].isfinite().all()
+    torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=0.02, atol=0.1)
