@@ -31,8 +31,8 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp
 def signature(name, pointer, dropout):
     """Return the types of a kernel's arguments in Triton's notation; sums are float32."""
     rows, sums = (kernels.Rows(kind, "i32", "i32", "i32", "i32") for kind in (pointer, "*fp32"))
-    valid_and_seed = kernels.ValidAndSeed("*i64", "*i64" if dropout else "constexpr")
-    types = {"inputs": kernels.Inputs(rows, rows, rows, rows, pointer, pointer), "valid_and_seed": valid_and_seed}
+    mask_and_seed = kernels.MaskAndSeed("*i64", "constexpr", "*i64" if dropout else "constexpr")
+    types = {"inputs": kernels.Inputs(rows, rows, rows, rows, pointer, pointer), "mask_and_seed": mask_and_seed}
     if name == "forward":
         types["results"] = kernels.Results(rows, "*fp32")
     else:
@@ -54,8 +54,9 @@ def compile_kernel(name, width, dtype, dropout, tile=None):
     """Compile a kernel as it would be launched, or with a smaller tile."""
     config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries")
     types = signature(name, POINTERS[dtype], dropout)
-    # without dropout, the seed (field 1 of the argument with index 1) is the constant None
-    constants = {"config": config._replace(tile=tile or config.tile)} | ({} if dropout else {(1, 1): None})
+    # no episode starts among the queries (field 1 of the argument with index 1); without dropout there is no seed (2)
+    constants = {"config": config._replace(tile=tile or config.tile)} | {(1, 1): None}
+    constants |= {} if dropout else {(1, 2): None}
     divisible = [path for index, kind in enumerate(types.values()) for path in aligned_paths(kind, (index,))]
     attributes = {path: [["tt.divisibility", 16]] for path in divisible} if width % 16 == 0 else {}
     return triton.compile(

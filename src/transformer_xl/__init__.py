@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.config import (
         AlRfouConfig as AlRfouConfig,
+        BackboneConfig as BackboneConfig,
         DynamicConfig as DynamicConfig,
         EvaluationConfig as EvaluationConfig,
         LSTMConfig as LSTMConfig,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
         stream as stream,
     )
     from transformer_xl.interop.convert import convert as convert
+    from transformer_xl.model.backbone import Backbone as Backbone
     from transformer_xl.model.build import build_model as build_model
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
     from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
@@ -58,8 +60,8 @@ __version__ = "0.1.0"
 # module (in this package): its public names, separated by spaces
 _NAMES = {
     "config": (
-        "AlRfouConfig DynamicConfig EvaluationConfig LSTMConfig ModelConfig QRNNConfig RunConfig ShawConfig "
-        "TrainConfig TransformerXLConfig UserError VaswaniConfig"
+        "AlRfouConfig BackboneConfig DynamicConfig EvaluationConfig LSTMConfig ModelConfig QRNNConfig RunConfig "
+        "ShawConfig TrainConfig TransformerXLConfig UserError VaswaniConfig"
     ),
     "evaluation.evaluate": "EvaluationResult evaluate",
     "evaluation.plan": "EvaluationPlan",
@@ -70,6 +72,7 @@ _NAMES = {
     "generation.config": "GenerationConfig",
     "generation.generate": "GenerationStream generate stream",
     "interop.convert": "convert",
+    "model.backbone": "Backbone",
     "model.build": "build_model",
     "model.memory": "ContextLimits Memory",
     "model.transformer_xl": "TransformerXL",

@@ -176,13 +176,21 @@ def test_choose_returns_the_fastest_kernel_that_fits():
 
 # mask, number of position keys (None: one for each distance); T = 5, M = 7. The num_clamped longest distances share the
 # position key of the next one, so a query attends to so many keys more. A negative number of valid slots means padding.
+# first_key_BT: index of the first key of each query's episode, 7 or more if the episode starts among the new tokens.
 MASKS = {
     "three clamped distances": (AttentionMask(None, num_clamped=3), 5),
     "padding": (AttentionMask(torch.tensor([4, -3])), None),
     "padding and window": (AttentionMask(torch.tensor([-5, 2])), 4),
     "clamped distances, partly valid": (AttentionMask(torch.tensor([1, 6]), num_clamped=4), 3),
     "all distances clamped": (AttentionMask(None, num_clamped=11), 1),
-}
+    "episode starts": (AttentionMask(None, first_key_BT=torch.tensor([[7, 7, 7, 10, 10], [0, 0, 0, 0, 11]])), None),
+    "episode starts, partly valid, window": (
+        AttentionMask(torch.tensor([0, 4]), first_key_BT=torch.tensor([[0, 8, 9, 9, 9], [0, 0, 0, 10, 10]])), 6
+    ),
+    "episode starts, clamped distances": (
+        AttentionMask(None, num_clamped=5, first_key_BT=torch.tensor([[0, 0, 9, 9, 9], [7, 8, 9, 10, 11]])), 3
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -209,10 +217,14 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     inputs = random_inputs(5, 7, window)
     valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     is_token_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
+    first_key_BT = torch.zeros(2, 5).long() if mask.first_key_BT is None else mask.first_key_BT
     expanded = torch.cat([inputs.position_key_PNH[:1].expand(mask.num_clamped, -1, -1), inputs.position_key_PNH])
     expanded_inputs = replace(inputs, position_key_PNH=expanded)
     expected = torch.stack([
-        attention(*one_query(expanded_inputs, row, query), KeyMask([min(valid[row] + query, 7 + query)]))[0, 0]
+        attention(
+            *one_query(expanded_inputs, row, query),
+            KeyMask([min(valid[row] + query, 7 + query, 7 + query - int(first_key_BT[row, query]))]),
+        )[0, 0]
         for row, query in is_token_BT.nonzero().tolist()
     ])  # fmt: skip
     stored = replace(inputs, **{key: LAYOUTS[layout](getattr(inputs, key)) for key in ("k_BSNH", "v_BSNH")})

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from transformer_xl.model.cost import step_cost
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.reference import attention_terms
 from transformer_xl.model.kernels.triton import attend, fits
+from transformer_xl.model.memory import last_starts
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -125,6 +127,18 @@ def test_padding_and_clamped_distances(summation, valid, num_clamped):
     for result in (actual, expected):
         result["output"] = result["output"][is_token_BT]
     assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("case", ["partly valid", "window across the memory"])
+def test_no_key_before_the_start_of_an_episode_is_attended(summation, case):
+    """Episodes start at some queries of each batch row, and the keys before them lie in several tiles."""
+    inputs, mask, weight = random_case(case)
+    num_queries, num_memory = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1] - inputs.q_BTNH.shape[1]
+    starts = torch.zeros(2, num_queries, dtype=torch.bool, device=DEVICE)
+    starts[0, [0, num_queries - 1]] = starts[1, [2, num_queries // 2]] = True
+    last_start_BT = last_starts(starts)
+    mask = replace(mask, first_key_BT=torch.where(last_start_BT < 0, 0, num_memory + last_start_BT))
+    assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight))
 
 
 def test_deterministic_summation_gives_the_same_bits_twice(monkeypatch):
@@ -244,7 +258,7 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
 def test_custom_operators_satisfy_torch_s_checks():
     """torch's fourth check, test_aot_dispatch_dynamic, is replaced by `test_compiles_without_graph_breaks`."""
     inputs, mask, _ = random_case("one query, no memory")
-    arguments = inputs.tensors(), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5  # seed 3, dropout 0.5
+    arguments = inputs.tensors(), mask.valid_B, None, torch.tensor([3], device=DEVICE), 0.5  # seed 3, dropout 0.5
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 

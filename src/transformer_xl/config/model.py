@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
@@ -179,8 +179,14 @@ class BaseModelConfig(Settings):
         return tuple(width // self.div_val**index for index in range(len(self.cluster_boundaries) - 1))
 
 
-class TransformerConfig(BaseModelConfig):
-    """Settings of every architecture with attention and feed-forward layers."""
+class LayerConfig(Settings):
+    """Settings of attention and feed-forward layers, which the layers of a model and those of a backbone have."""
+
+    if TYPE_CHECKING:  # settings that a model or a backbone declares, and its layers use
+        n_layers: int = 1
+        d_model: int = 2
+        dropout: float = 0.0
+        variational_dropout: bool = False
 
     n_heads: int = Field(default=4, gt=0, le=INT32_MAX)
     """N: number of attention heads in each layer."""
@@ -208,30 +214,39 @@ class TransformerConfig(BaseModelConfig):
         return self
 
     @property
-    @override
-    def unused(self) -> dict[str, str]:
-        return super().unused | ({} if self.norm_first else {"final_norm": "norm_first true"})
-
-    @property
     def head_dim(self) -> int:
         """H: width of one attention head."""
         return self.d_model // self.n_heads if self.d_head is None else self.d_head
 
 
-class RelativeConfig(TransformerConfig):
-    """Settings of transformers that attend to a memory by relative distance."""
+class TransformerConfig(LayerConfig, BaseModelConfig):
+    """Settings of every architecture with attention and feed-forward layers."""
+
+    @property
+    @override
+    def unused(self) -> dict[str, str]:
+        return super().unused | ({} if self.norm_first else {"final_norm": "norm_first true"})
+
+
+class RelativeLayerConfig(LayerConfig):
+    """Settings of layers that attend to a memory by relative distance."""
 
     qkv_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the queries, keys and values of each layer, and of its position keys."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head, with learned scales (Henry et al. 2020)."""
-    attend_empty_memory: bool = False
-    """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
-    and TransfoXL of Hugging Face do)."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances between query and key above this one are encoded as this one; none: no limit."""
     attn_implementation: str = "auto"
     """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
+
+
+class RelativeConfig(RelativeLayerConfig, TransformerConfig):
+    """Settings of transformers that attend to a memory by relative distance."""
+
+    attend_empty_memory: bool = False
+    """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
+    and TransfoXL of Hugging Face do)."""
 
 
 class TransformerXLConfig(RelativeConfig):
@@ -314,6 +329,36 @@ class QRNNConfig(RecurrentConfig):
     """Number of input positions that the gates are computed from: 1: the current one; 2: the previous one as well."""
     zoneout: float = Field(default=0.0, ge=0, lt=1)
     """Probability that zoneout leaves an element of the state unchanged in a step of training."""
+
+
+class BackboneConfig(RelativeLayerConfig):
+    """Layers of Transformer-XL for continuous inputs (`Backbone`), by default those of GTrXL (Parisotto et al. 2019).
+
+    norm_first false is the paper's order, norm_first true with residual_relu false and gating none the pre-norm order
+    of the language models, and with residual_relu true it is TrXL-I, to which gating gru adds GTrXL's gates.
+    """
+
+    d_input: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Width of the inputs, which are projected to d_model; none: d_model, and no projection."""
+    n_layers: int = Field(default=3, gt=0, le=INT32_MAX)
+    """L: number of layers."""
+    d_model: int = Field(default=256, gt=0, le=INT32_MAX, multiple_of=2)
+    """D: width of the hidden states; even, because sinusoidal position encodings are half sines and half cosines."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that dropout zeroes an activation in training; in reinforcement learning it makes the policy of an
+    update differ from the one that acted."""
+    variational_dropout: bool = False
+    """Drop the same activations of all steps of a batch row, with a mask for each row."""
+    norm_first: bool = True
+    """Apply LayerNorm at the start of each residual branch; false: after each residual sum, as in the paper."""
+    residual_relu: bool = True
+    """Apply ReLU to the result of each residual branch, before it is added to the branch's input (TrXL-I)."""
+    gating: Literal["none", "gru"] = "gru"
+    """How the result of a residual branch is joined with its input; none: by their sum; gru: by a gate like that of a
+    GRU (GTrXL)."""
+    gate_bias: float = Field(default=2.0, allow_inf_nan=False)
+    """With gating gru: initial value of the gates' biases b_g; the larger, the more of its input a new layer passes on
+    unchanged."""
 
 
 def _build(value: Any) -> Any:

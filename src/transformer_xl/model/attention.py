@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeConfig, TransformerConfig, TransformerXLConfig
+from transformer_xl.config import LayerConfig, RelativeLayerConfig, TransformerXLConfig
 from transformer_xl.model.dropout import FastDropout
+from transformer_xl.model.gate import has_residual_relu, make_gate
 from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
 from transformer_xl.model.linear import PackedLinear
@@ -70,7 +71,7 @@ def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
     return torch.cat([angle_PK.sin(), angle_PK.cos()], dim=-1)
 
 
-def make_final_norm(config: TransformerConfig) -> nn.Module:
+def make_final_norm(config: LayerConfig) -> nn.Module:
     """Return the LayerNorm after the last layer, or an identity if the settings have none."""
     if config.norm_first and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.norm_eps)
@@ -80,7 +81,7 @@ def make_final_norm(config: TransformerConfig) -> nn.Module:
 class RelativeAttention(nn.Module):
     """Multi-head attention of the T new tokens to memory and to each other, with the residual connection."""
 
-    def __init__(self, config: RelativeConfig) -> None:
+    def __init__(self, config: RelativeLayerConfig) -> None:
         super().__init__()
         self.head_shape = (config.n_heads, config.head_dim)
         self.norm_first = config.norm_first
@@ -94,7 +95,10 @@ class RelativeAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
+        self.dropout = FastDropout(
+            config.dropout, relu=has_residual_relu(config), variational=config.variational_dropout
+        )
+        self.gate = make_gate(config)
         self.qkv_dropout = FastDropout(config.qkv_dropout, variational=config.variational_dropout)
 
     @override
@@ -112,7 +116,7 @@ class RelativeAttention(nn.Module):
             biases: content and position bias of this layer, or None if both are the query of distance 0.
 
         Returns:
-            the sum of input and attention (B, T, D), and the next cache.
+            input and attention, joined by their sum or a gate (B, T, D), and the next cache.
         """
         inputs, cache = self.attention_inputs(x_BTD, cache, context, biases)
         return self.output(x_BTD, context.attend(inputs, context.mask, context.dropout)), cache
@@ -141,8 +145,9 @@ class RelativeAttention(nn.Module):
         return AttentionInputs(q_BTNH, k_BSNH, v_BSNH, r_PNH, content_bias_NH, position_bias_NH), cache
 
     def output(self, x_BTD: Tensor, attended_BTNH: Tensor) -> Tensor:
-        """Project the attended values and add them to the layer's input, shape (B, T, D)."""
-        sum_BTD = x_BTD + self.dropout(self.o_proj(attended_BTNH.flatten(-2)))
+        """Project the attended values and join them with the layer's input, shape (B, T, D)."""
+        out_BTD = self.dropout(self.o_proj(attended_BTNH.flatten(-2)))
+        sum_BTD = x_BTD + out_BTD if self.gate is None else self.gate(x_BTD, out_BTD)
         return sum_BTD if self.norm_first else self.norm(sum_BTD)
 
     def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,27 +186,31 @@ class RelativeAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear layers with ReLU between them, and the residual connection."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.norm_first = config.norm_first
         self.up_proj = PackedLinear(config.d_model, config.d_ff)
         self.down_proj = PackedLinear(config.d_ff, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.relu_dropout = FastDropout(config.dropout, relu=True, variational=config.variational_dropout)
-        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
+        self.dropout = FastDropout(
+            config.dropout, relu=has_residual_relu(config), variational=config.variational_dropout
+        )
+        self.gate = make_gate(config)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the sum of input and feed-forward output, (B, T, D)."""
+        """Return input and feed-forward output, joined by their sum or a gate, (B, T, D)."""
         inner_BTF = self.relu_dropout(self.up_proj(self.norm(x_BTD) if self.norm_first else x_BTD))
-        sum_BTD = x_BTD + self.dropout(self.down_proj(inner_BTF))
+        out_BTD = self.dropout(self.down_proj(inner_BTF))
+        sum_BTD = x_BTD + out_BTD if self.gate is None else self.gate(x_BTD, out_BTD)
         return sum_BTD if self.norm_first else self.norm(sum_BTD)
 
 
 class Layer(nn.Module):
     """One Transformer-XL layer: relative attention, then feed-forward."""
 
-    def __init__(self, config: RelativeConfig) -> None:
+    def __init__(self, config: RelativeLayerConfig) -> None:
         super().__init__()
         self.attention = RelativeAttention(config)
         self.feed_forward = FeedForward(config)

@@ -14,38 +14,27 @@ R recent tokens, S = R + T; in training, C tokens of an extended context before 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout, drop_vocabulary
-from transformer_xl.model.linear import PackedLinear
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first
+from transformer_xl.model.memory import ContextLimits, Memory, padding_first
+from transformer_xl.model.model_with_memory import ModelWithMemory, init_weights
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
-from transformer_xl.model.weights_version import WeightsVersion
-
-WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 
 
-class LanguageModel(nn.Module, ABC):
+class LanguageModel(ModelWithMemory):
     """Token embedding times sqrt(D), layers, and a softmax that by default shares the embedding's weights."""
-
-    layers: nn.ModuleList
-    """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
-    cache_shapes: dict[type[LayerCache], tuple[int, ...]]
-    """The `LayerCache` classes that the layers accept, and the `token_shape` (shape of what a cache holds of one token)
-    that a cache of each class must have; empty for a model without memory."""
 
     def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
@@ -55,8 +44,7 @@ class LanguageModel(nn.Module, ABC):
             memory_length, config.limit("attention_window"), config.limit("clamp_length")
         )
         """The limits of a new memory if none are passed."""
-        self.activation_checkpointing = False
-        """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
+        self.num_recent = config.max_ngram - 1
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
@@ -64,25 +52,6 @@ class LanguageModel(nn.Module, ABC):
             FastDropout(config.dropout if p is None else p, variational=config.variational_dropout)
             for p in (config.input_dropout, config.output_dropout)
         )
-        self._weights_version = WeightsVersion()
-        self._packed_version: int | None = None
-
-    @property
-    def weights_version(self) -> int | None:
-        """A number that changes when the weights change; None where torch compiles the model, which cannot see it."""
-        if torch.compiler.is_compiling():
-            return None
-        number = self._weights_version.of(self)
-        if number != self._packed_version:
-            for module in self.modules():
-                if isinstance(module, PackedLinear):
-                    module.unpack()  # a layer alone sees all changes but those of an adapter that is merged
-            self._packed_version = number
-        return number
-
-    def adopt_weights_version(self, other: LanguageModel) -> None:
-        """Continue the memories of another model, whose weights this one has."""
-        self._weights_version.set(self, other._weights_version.of(other))
 
     def init_weights(self) -> None:
         """Draw initial weights as in the authors' code: normal with standard deviation 0.02.
@@ -90,35 +59,10 @@ class LanguageModel(nn.Module, ABC):
         Their mean is 1 for LayerNorm, else 0. Biases are 0.
         """
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
-            elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax | NgramEmbedding):
+            if isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax | NgramEmbedding):
                 module.init_weights()
-            elif isinstance(module, nn.LayerNorm):
-                nn.init.normal_(module.weight, 1.0, NORM_STD)
-            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    @abstractmethod
-    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """Return an empty memory for training.
-
-        Args:
-            batch_size: B.
-            context_limits: how far back attention can look, or None for the model's `context_limits`.
-
-        Raises:
-            UserError: the model does not support these limits.
-        """
-
-    def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """Return an empty memory of the fastest kind for inference: a KV cache if the model supports one.
-
-        Hidden states are the same as with `initial_memory`. A KV cache cannot be used where gradients are computed, and
-        only with the weights, device and dtype that filled it: when the weights change, or another adapter is active,
-        the model refuses it. Arguments and errors are those of `initial_memory`.
-        """
-        return self.initial_memory(batch_size, context_limits)
+            else:
+                init_weights(module)
 
     def generation_memory(
         self, batch_size: int, context_limits: ContextLimits | None = None, *, segment_length: int
@@ -384,57 +328,19 @@ class LanguageModel(nn.Module, ABC):
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
             actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, tokens, {self.config.d_model}), with one token or more")
-        memory = self._check_memory(memory, inputs_BTD, lengths_B)
+        check_type(lengths_B, (Tensor, type(None)), "lengths_B", "give a tensor with the length of each batch row")
+        if lengths_B is not None and lengths_B.shape != inputs_BTD.shape[:1]:
+            raise UserError(
+                f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {len(inputs_BTD)}; "
+                "expected one for each row"
+            )
+        memory = self.check_memory(memory, len(inputs_BTD))
         if self.ngrams is None:
             return inputs_BTD, memory
         ids_BS = _ids_with_recent(tokens_BT, memory, inputs_BTD.shape[1], lengths_B)
         if tokens_BT is not None:
             inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1])
-        num_recent = self.config.max_ngram - 1
-        return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - num_recent :].contiguous())
-
-    def _check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
-        """Return the memory, or an empty one if it is None.
-
-        Raises:
-            UserError: the memory or the lengths are of another batch size, or the memory is of another model or of
-                other weights.
-        """
-        batch_size = len(x_BTD)
-        check_type(lengths_B, (Tensor, type(None)), "lengths_B", "give a tensor with the length of each batch row")
-        if lengths_B is not None and lengths_B.shape != (batch_size,):
-            raise UserError(
-                f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {batch_size}; expected one for each row"
-            )
-        weights_version = self.weights_version
-        if memory is None:
-            return self.initial_memory(batch_size)
-        check_type(memory, Memory, "memory", "give the memory that the model returned, or None")
-        if memory.batch_size != batch_size:
-            raise UserError(
-                f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "
-                "use memory.select(rows), or initial_memory for new sequences"
-            )
-        num_caches = self.config.n_layers if self.cache_shapes else 0  # a model without memory has no caches
-        num_recent = 0 if memory.recent_BR is None else memory.recent_BR.shape[1]
-        if (
-            len(memory.layers) != num_caches
-            or any(cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1])
-            or num_recent != self.config.max_ngram - 1
-        ):
-            raise UserError("this memory was made by another model; start with initial_memory")
-        if memory.weights_version is not None and weights_version not in (None, memory.weights_version):
-            raise UserError(
-                "this memory holds keys and values of other weights than the model has now; begin with a new "
-                "inference_memory, or use initial_memory where weights change"
-            )
-        return memory
-
-    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
-        """Call a layer, with activation checkpointing if it is enabled."""
-        if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *inputs, use_reentrant=False)
-        return layer(*inputs)
+        return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - self.num_recent :].contiguous())
 
 
 def _ids_with_recent(tokens_BT: Tensor | None, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor:

@@ -9,8 +9,8 @@ first segment to the last. A memory contains hidden states in training (in this 
 (`key_values.py`), the states of a recurrent network (`baselines/recurrent.py`), or token ids
 (`baselines/token_memory.py`); all share one interface.
 
-Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, R recent tokens,
-X any size.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, L layers, D model width, R recent tokens, X any
+size.
 """
 
 from __future__ import annotations
@@ -188,22 +188,35 @@ class Memory(Displayed, Generic[Cache]):
         """Whether every slot is known to be filled."""
         return self.min_valid >= self.length
 
-    def advance(self, layers: Iterable[LayerCache], num_new: int, lengths_B: Tensor | None = None) -> Self:
+    def advance(
+        self,
+        layers: Iterable[LayerCache],
+        num_new: int,
+        lengths_B: Tensor | None = None,
+        last_start_B: Tensor | None = None,
+    ) -> Self:
         """Return the memory after T more tokens.
 
         Args:
             layers: the caches that the layers returned.
             num_new: T.
             lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding.
+            last_start_B: index of the last of the T tokens of each batch row that starts an episode, below 0 if none
+                does; the tokens before it are not valid in the next memory. None if no episode starts.
         """
         num_read_B = num_new if lengths_B is None else lengths_B
+        valid_B, position_B = self.valid_B + num_read_B, self.position_B + num_read_B
+        if last_start_B is not None:
+            is_started_B, since_start_B = last_start_B >= 0, num_new - last_start_B
+            valid_B, position_B = (torch.where(is_started_B, since_start_B, count) for count in (valid_B, position_B))
+        # lengths_B and last_start_B are on the device, and reading their values would synchronize
+        min_valid = 0 if last_start_B is not None else self.min_valid + (num_new if lengths_B is None else 0)
         return replace(
             self,
             layers=tuple(layers),
-            valid_B=(self.valid_B + num_read_B).clamp(max=self.length),
-            position_B=self.position_B + num_read_B,
-            # lengths_B is on the device, and reading its values would synchronize
-            min_valid=min(self.min_valid + (num_new if lengths_B is None else 0), self.length),
+            valid_B=valid_B.clamp(max=self.length),
+            position_B=position_B,
+            min_valid=min(min_valid, self.length),
         )
 
     def reset(self, rows: Sequence[int] | Tensor) -> Self:
@@ -355,6 +368,45 @@ class HiddenCache(LayerCache):
 
 class HiddenMemory(Memory[HiddenCache]):
     """Cached hidden states, used in training: keys and values must be recomputed because the weights change."""
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Return the memory as three tensors, such as a replay buffer stores.
+
+        Returns:
+            `hidden`, the hidden states of all layers (B, L, M, D); `valid`, the number of filled slots (B,), which are
+            the last ones; and `position`, the number of tokens read since the last reset or start of an episode (B,).
+        """
+        hidden_BLMD = torch.stack([cache.hidden_BMD for cache in self.layers], dim=1)
+        return {"hidden": hidden_BLMD, "valid": self.valid_B, "position": self.position_B}
+
+    def with_stacked(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return a memory with these tensors, which `stacked` returned, converted to its device and dtypes.
+
+        Args:
+            tensors: the tensors by name; their batch size, layers, slots and width are those of this memory.
+
+        Raises:
+            UserError: a tensor is missing or has another shape.
+        """
+        current = self.stacked()
+        if current.keys() != set(tensors):
+            raise UserError(f"a memory is made of {', '.join(current)}, and these are {', '.join(tensors) or 'none'}")
+        for name, tensor in current.items():
+            check_type(tensors[name], Tensor, name, "give a tensor of `stacked`")
+            if tensors[name].shape != tensor.shape:
+                wanted = "(batch, layers, slots, width)" if name == "hidden" else "(batch,)"
+                raise UserError(
+                    f"{name} of shape {tuple(tensors[name].shape)} for a memory whose {name} is {wanted} "
+                    f"{tuple(tensor.shape)}; begin with an empty memory of the same batch size and memory_length"
+                )
+        hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(tensors["hidden"].unbind(1))}
+        return self.with_tensors({**hidden, "valid": tensors["valid"], "position": tensors["position"]})
+
+
+def last_starts(starts_BT: Tensor) -> Tensor:
+    """Return for each token the index of the last token, itself included, that starts an episode; -1 if none does."""
+    index_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    return torch.where(starts_BT, index_T, -1).cummax(dim=1).values
 
 
 def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from transformer_xl.config import ShawConfig, UserError
 from transformer_xl.model.attention import AttentionContext, Layer, RelativeAttention
-from transformer_xl.model.language_model import WEIGHT_STD
 from transformer_xl.model.memory import Memory
+from transformer_xl.model.model_with_memory import WEIGHT_STD
 from transformer_xl.model.transformer_xl import TransformerXL
 
 

@@ -12,8 +12,9 @@ softmax (in which torch computes in float32), because exp(score - logsumexp) of 
 to 1.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width, X any
-length. Of a part (some batch rows and heads): C batch rows, J heads, G = J x C. Of a block (some queries of a part): I
-queries, K keys, R distances, A = C x I, W >= K + I - 1 columns of a buffer.
+length, Y one for each query, or one for all of them. Of a part (some batch rows and heads): C batch rows, J heads, G =
+J x C. Of a block (some queries of a part): I queries, K keys, R distances, A = C x I, W >= K + I - 1 columns of a
+buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from transformer_xl.model.dropout import draw_mask, num_draws
 from transformer_xl.model.kernels import decode
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, expand_distances
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, expand_distances, keys_before
 
 _BLOCK_QUERIES = 128  # queries of a block: enough for fast matrix products, few enough to skip most future keys
 _BUFFER_BYTES = 2**22  # intended size of one buffer, 4 MiB: a few of them fit into the last-level cache
@@ -50,20 +51,21 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     if needs_gradient:  # the backward pass handles no clamping: it computes a gradient for each distance
         inputs, num_clamped = expand_distances(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
-    return _attention(inputs.tensors(), mask.valid_B, seed, dropout, num_clamped)
+    first_key_BY = mask.first_keys(num_queries, inputs.k_BSNH.shape[1])
+    return _attention(inputs.tensors(), first_key_BY, seed, dropout, num_clamped)
 
 
 # Each pass is a custom operator, which torch.compile, torch's FLOP counter and its meta device handle as one step. Both
-# take the tensors of `AttentionInputs` as a list, in that order.
+# take the tensors of `AttentionInputs` as a list, in that order, and the mask as the result of its `first_keys`.
 
 
 @torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
 def _attention(
-    tensors: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float, num_clamped: int
+    tensors: Sequence[Tensor], first_key_BY: Tensor | None, seed: Tensor | None, dropout: float, num_clamped: int
 ) -> Tensor:
     block_dropout = _BlockDropout(seed, dropout)
     out_BTNH = tensors[0].new_empty(tensors[0].shape)
-    for part in _parts(AttentionInputs(*tensors), AttentionMask(valid_B, num_clamped)):
+    for part in _parts(AttentionInputs(*tensors), first_key_BY, num_clamped):
         out_GTH = _BUFFERS.like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = block_dropout.drop(_probabilities(part, block), part, block)
@@ -74,7 +76,7 @@ def _attention(
 
 @torch.library.custom_op("transformer_xl::cpu_attention_backward", mutates_args=())
 def _attention_backward(
-    dout_BTNH: Tensor, tensors: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float
+    dout_BTNH: Tensor, tensors: Sequence[Tensor], first_key_BY: Tensor | None, seed: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the input tensors."""
     block_dropout, scale = _BlockDropout(seed, dropout), dout_BTNH.shape[-1] ** -0.5
@@ -82,7 +84,7 @@ def _attention_backward(
     sum_dtype = torch.promote_types(dout_BTNH.dtype, torch.float32)
     dr_PNH, *dbiases_NH = (torch.zeros(tensor.shape, dtype=sum_dtype) for tensor in tensors[3:])
     dr_NPH = torch.zeros_like(dr_PNH.transpose(0, 1), memory_format=torch.contiguous_format)
-    for part in _parts(AttentionInputs(*tensors), AttentionMask(valid_B)):
+    for part in _parts(AttentionInputs(*tensors), first_key_BY, num_clamped=0):
         dout_GTH = _gather("output gradients", dout_BTNH, part.rows, part.heads).mul_(block_dropout.scale)
         dqueries_GTH = [_BUFFERS.like(f"{name} gradients", part.content_GTH) for name in ("content", "position")]
         dk_GSH, dv_GSH = (
@@ -120,13 +122,13 @@ def _(_dout_BTNH: Tensor, tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, .
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, valid_B, seed, ctx.dropout, _ = inputs
-    ctx.save_for_backward(*tensors, valid_B, seed)
+    tensors, first_key_BY, seed, ctx.dropout, _ = inputs
+    ctx.save_for_backward(*tensors, first_key_BY, seed)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor) -> tuple[Any, ...]:
-    *tensors, valid_B, seed = ctx.saved_tensors
-    return list(_attention_backward(dout_BTNH, tensors, valid_B, seed, ctx.dropout)), None, None, None, None
+    *tensors, first_key_BY, seed = ctx.saved_tensors
+    return list(_attention_backward(dout_BTNH, tensors, first_key_BY, seed, ctx.dropout)), None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)
@@ -166,9 +168,8 @@ class _Part:
     k_GSH: Tensor
     v_GSH: Tensor
     position_key_JPH: Tensor
-    valid_C: Tensor | None
-    """Number of filled memory slots of each batch row of the part, or None if all are filled; a negative number marks
-    padding, as in `AttentionMask.valid_B`."""
+    first_key_CY: Tensor | None
+    """Index of the first attended key, without regard to distances, as in `AttentionMask.first_keys`."""
     num_clamped: int
     """As in `AttentionMask`."""
 
@@ -181,21 +182,27 @@ class _Part:
         """Copy the results of this part, (G, X, H), to its batch rows and heads of `out_BXNH`."""
         out_BXNH[self.rows, :, self.heads].permute(2, 0, 1, 3).copy_(x_GXH.unflatten(0, (self.num_heads, -1)))
 
+    def first_keys(self, queries: slice) -> Tensor | None:
+        """Return `first_key_CY` of these queries."""
+        first_key_CY = self.first_key_CY
+        return first_key_CY if first_key_CY is None or first_key_CY.shape[1] == 1 else first_key_CY[:, queries]
+
     def blocks(self) -> Iterator[_Block]:
         """Yield the blocks in order of the queries; keys that none of a block's queries attends to are left out."""
         num_queries, num_keys, num_near = self.content_GTH.shape[1], self.k_GSH.shape[1], self.position_key_JPH.shape[1]
         num_memory, num_distances = num_keys - num_queries, num_near + self.num_clamped
-        num_empty = num_memory - (num_memory if self.valid_C is None else int(self.valid_C.max()))
         for index, start in enumerate(range(0, num_queries, _BLOCK_QUERIES)):
             stop = min(start + _BLOCK_QUERIES, num_queries)
             farthest = num_memory + start - num_distances + 1
-            keys = slice(min(max(num_empty, farthest, 0), num_memory + start), num_memory + stop)
+            first_key_CY = self.first_keys(slice(start, stop))
+            first = 0 if first_key_CY is None else int(first_key_CY.min())
+            keys = slice(min(max(first, farthest, 0), num_memory + start), num_memory + stop)
             near = min(num_near, _length(keys))  # number of distances that occur and have their own position key
             num_clamped = min(num_distances, _length(keys)) - near
             yield _Block(index, slice(start, stop), keys, slice(num_near - near, num_near), num_clamped)
 
 
-def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
+def _parts(inputs: AttentionInputs, first_key_BY: Tensor | None, num_clamped: int) -> Iterator[_Part]:
     """Yield parts that together contain all batch rows and heads; each is as large as a buffer can hold.
 
     For long segments, and in a KV cache, a part has one batch row, and at least one head for each thread.
@@ -225,8 +232,8 @@ def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
                 k_GSH=_view_or_gather("keys", inputs.k_BSNH, rows, heads),
                 v_GSH=_view_or_gather("values", inputs.v_BSNH, rows, heads),
                 position_key_JPH=_view_or_gather("position keys", inputs.position_key_PNH[None], slice(0, 1), heads),
-                valid_C=None if mask.valid_B is None else mask.valid_B[rows],
-                num_clamped=mask.num_clamped,
+                first_key_CY=None if first_key_BY is None else first_key_BY[rows],
+                num_clamped=num_clamped,
             )
 
 
@@ -268,12 +275,12 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
     wide_GIW[..., first_attended:first_near] = wide_GIW[..., first_near : first_near + 1]
     mask_GIK = _shifted(wide_GIW, num_keys)
-    if part.valid_C is not None:
-        empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])
+    first_key_CY = part.first_keys(block.queries)
+    if first_key_CY is not None:
+        before_CYK = keys_before(first_key_CY - block.keys.start, num_keys)
         mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
-        # the lowest number, not -inf: a padding query (in a batch row whose number in valid_C is negative) attends to
-        # nothing else, and its output would be NaN
-        mask_JCIK.masked_fill_(empty_CS[:, None, block.keys], torch.finfo(mask_JCIK.dtype).min)
+        # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
+        mask_JCIK.masked_fill_(before_CYK, torch.finfo(mask_JCIK.dtype).min)
     p_GIK = _BUFFERS.like("probabilities", mask_GIK)
     torch.baddbmm(mask_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
     return torch.softmax(p_GIK, -1, out=p_GIK)

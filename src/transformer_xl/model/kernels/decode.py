@@ -4,7 +4,7 @@ Most of the time goes into reading keys and values, so those that no query atten
 and keys beyond the window. Otherwise this is the computation of `sdpa.py`, without its overhead.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width, K
-attended keys (the newest of the S keys), G = B x N, X any number of rows.
+attended keys (the newest of the S keys), G = B x N, X = B x T, Y one for each query, or one for all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, keys_before
 from transformer_xl.model.kernels.sdpa import shifted
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
     """Compute relative attention; returns (B, T, N, H)."""
     batch_size, num_queries, num_heads, d_head = inputs.q_BTNH.shape
-    num_attended = _num_attended(inputs, mask)
+    num_keys = inputs.k_BSNH.shape[1]
+    first_key_BY = mask.first_keys(num_queries, num_keys)
+    num_attended = _num_attended(inputs, mask, first_key_BY)
     k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_attended), _by_head(inputs.v_BSNH, num_attended)
     content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * d_head**-0.5, num_queries)
     r_PNH = inputs.position_key_PNH
@@ -30,10 +32,10 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
     position_BNTP = position_NXP.view(num_heads, batch_size, num_queries, num_near).transpose(0, 1)
     num_clamped = min(mask.num_clamped, num_attended - num_near)
     bias_BNTK = shifted(position_BNTP, num_keys=num_attended, num_clamped=num_clamped)
-    if mask.valid_B is not None:
-        empty_BK = empty_slots(mask.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_attended:]
+    if first_key_BY is not None:
+        before_BYK = keys_before(first_key_BY, num_keys)[..., -num_attended:]
         # the lowest number, not -inf, as in `sdpa.py`
-        bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
+        bias_BNTK = bias_BNTK.masked_fill(before_BYK[:, None], torch.finfo(bias_BNTK.dtype).min)
     p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_attended), content_GTH, k_GKH.mT)
     torch.softmax(p_GTK, -1, out=p_GTK)
     return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, d_head).transpose(1, 2)
@@ -44,9 +46,9 @@ def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
     return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
 
 
-def _num_attended(inputs: AttentionInputs, mask: AttentionMask) -> int:
+def _num_attended(inputs: AttentionInputs, mask: AttentionMask, first_key_BY: Tensor | None) -> int:
     """Return the number of newest keys that are read: all that a query attends to are among them."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     within_window = inputs.position_key_PNH.shape[0] + mask.num_clamped + num_queries - 1
-    num_valid = num_keys if mask.valid_B is None else num_queries + max(int(mask.valid_B.max()), 0)
-    return min(num_keys, within_window, num_valid)
+    first = 0 if first_key_BY is None else min(int(first_key_BY.min()), num_keys - num_queries)
+    return min(num_keys, within_window, num_keys - first)

@@ -9,7 +9,8 @@
 r[d] is the position key of distance d: W_{k,R} R[d] in the paper. u and w are learned vectors; the paper calls the
 second one v, which in the code always means the values.
 
-Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width.
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width, X one for
+each query, or one for all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that a query attends to: those at distances 0 to P - 1 + num_clamped, except empty memory slots."""
+    """The keys that a query attends to: those at distances 0 to P - 1 + num_clamped, except empty memory slots and keys
+    before the start of the query's episode."""
 
     valid_B: Tensor | None
     """Number of valid memory slots of each batch row, which are the last ones, or None if all are valid. A negative
@@ -51,6 +53,19 @@ class AttentionMask:
     """Number of attended distances above P - 1, which all use the position key of P - 1.
 
     It is above 0 if the setting clamp_length limits the distances with a position key of their own."""
+    first_key_BT: Tensor | None = None
+    """Index of the first key of each query's episode in memory and new tokens, 0 if it started before them; None if no
+    episode starts among the new tokens."""
+
+    def first_keys(self, num_queries: int, num_keys: int) -> Tensor | None:
+        """Return the index of the first attended key, without regard to distances, or None if it is 0 for all queries.
+
+        Its shape is (B, T), or (B, 1) where it is the same for all queries of a batch row.
+        """
+        if self.valid_B is None:
+            return self.first_key_BT
+        first_valid_B1 = (num_keys - num_queries - self.valid_B)[:, None]
+        return first_valid_B1 if self.first_key_BT is None else torch.maximum(self.first_key_BT, first_valid_B1)
 
 
 def expand_distances(inputs: AttentionInputs, mask: AttentionMask) -> AttentionInputs:
@@ -75,10 +90,9 @@ class AttentionTerms:
     probabilities_BNTS: Tensor
 
 
-def empty_slots(valid_B: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """Return whether each key is in an empty memory slot, bool (B, S); valid slots are the last of the memory."""
-    first_valid_B = num_keys - num_queries - valid_B
-    return torch.arange(num_keys, device=valid_B.device) < first_valid_B[:, None]
+def keys_before(first_key_BX: Tensor, num_keys: int) -> Tensor:
+    """Return whether each key is before the first attended one, bool (B, X, S)."""
+    return torch.arange(num_keys, device=first_key_BX.device) < first_key_BX[..., None]
 
 
 def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTerms:
@@ -89,8 +103,9 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     query_T, key_S = (torch.arange(number, device=inputs.q_BTNH.device) for number in (num_queries, num_keys))
     distance_TS = num_keys - num_queries + query_T[:, None] - key_S  # negative where the key is in the future
     attended_B1TS = ((distance_TS >= 0) & (distance_TS < num_distances))[None, None]
-    if mask.valid_B is not None:
-        attended_B1TS = attended_B1TS & ~empty_slots(mask.valid_B, num_queries, num_keys)[:, None, None, :]
+    first_key_BX = mask.first_keys(num_queries, num_keys)
+    if first_key_BX is not None:
+        attended_B1TS = attended_B1TS & ~keys_before(first_key_BX, num_keys)[:, None]
     position_key_TSNH = inputs.position_key_PNH[(num_distances - 1 - distance_TS).clamp(0, num_distances - 1)]
 
     content_BNTS = torch.einsum("btnh,bsnh->bnts", inputs.q_BTNH, inputs.k_BSNH)

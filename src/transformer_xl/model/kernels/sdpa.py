@@ -8,7 +8,8 @@ stride one smaller shifts each row by one more than the row before. The buffer i
 beyond the window, so the shifted view is the mask as well.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, C clamped distances,
-N heads, H head width, W = S + T - 1 columns of the padded buffer, X = T (W - 1) elements of its shifted view.
+N heads, H head width, W = S + T - 1 columns of the padded buffer, X = T (W - 1) elements of its shifted view, Y one for
+each query, or one for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, keys_before
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
@@ -26,11 +27,13 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
-    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], num_clamped=mask.num_clamped)
-    if mask.valid_B is not None:
-        empty_BS = empty_slots(mask.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
+    num_keys = inputs.k_BSNH.shape[1]
+    bias_BNTS = shifted(position_BNTP, num_keys=num_keys, num_clamped=mask.num_clamped)
+    first_key_BY = mask.first_keys(inputs.q_BTNH.shape[1], num_keys)
+    if first_key_BY is not None:
+        before_BYS = keys_before(first_key_BY, num_keys)
         # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
-        bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], torch.finfo(bias_BNTS.dtype).min)
+        bias_BNTS = bias_BNTS.masked_fill(before_BYS[:, None], torch.finfo(bias_BNTS.dtype).min)
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels need aligned rows
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)

@@ -60,16 +60,21 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     # the kernels do not clamp distances: the key of the largest position stands for all longer distances, repeated
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
-    return relative_attention(tensors, mask.valid_B, seed, dropout)[0]
+    return relative_attention(tensors, mask.valid_B, mask.first_key_BT, seed, dropout)[0]
 
 
 @torch.library.custom_op("transformer_xl::relative_attention", mutates_args=())
 def relative_attention(
-    inputs: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float
+    inputs: Sequence[Tensor],
+    valid_B: Tensor | None,
+    first_key_BT: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attended values (B, T, N, H), and for each query (B, N, T) log2(sum(exp(score))) over its keys.
 
-    `valid_B` is the number of filled memory slots of each batch row, or None if all slots may be attended to.
+    `valid_B` is the number of filled memory slots of each batch row, or None if all slots may be attended to, and
+    `first_key_BT` that of `AttentionMask`.
     `kernels.rows_of` adds to a tensor the strides by which a kernel finds its vectors of H values.
     """
     from transformer_xl.model.kernels import triton_kernels as kernels
@@ -80,7 +85,7 @@ def relative_attention(
     results = kernels.Results(kernels.rows_of(out_BTNH), log_sum_BNT)
     with _current_device(out_BTNH):
         num_programs = _ceil_div(sizes.T, config.tile) * sizes.B * sizes.N
-        mask = kernels.ValidAndSeed(valid_B, seed)
+        mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), seed)
         kernels.launch(kernels.forward_kernel, num_programs, config, operands, mask, results, sizes)
     return out_BTNH, log_sum_BNT
 
@@ -90,6 +95,7 @@ def relative_attention_backward(
     dout_BTNH: Tensor,
     inputs: Sequence[Tensor],
     valid_B: Tensor | None,
+    first_key_BT: Tensor | None,
     seed: Tensor | None,
     results: Sequence[Tensor],
     dropout: float,
@@ -122,7 +128,8 @@ def relative_attention_backward(
     saved = kernels.SavedForBackward(
         kernels.rows_of(out_BTNH), kernels.rows_of(dout_BTNH), log_sum_BNT, torch.empty_like(log_sum_BNT)
     )
-    arguments = (operands, kernels.ValidAndSeed(valid_B, seed), saved, gradients, sizes)
+    mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), seed)
+    arguments = (operands, mask, saved, gradients, sizes)
     with _current_device(out_BTNH):
         kernels.launch(kernels.queries_kernel, num_tiles * sizes.B * sizes.N, queries_config, *arguments)
         num_key_tiles = _ceil_div(sizes.S, keys_config.tile)
@@ -149,17 +156,22 @@ def _empty_gradients(_dout_BTNH: Tensor, inputs: Sequence[Tensor], *_: Any) -> t
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, valid_B, seed, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, valid_B, seed, *output)
+    tensors, valid_B, first_key_BT, seed, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, valid_B, first_key_BT, seed, *output)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *inputs, valid_B, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
-    results = [out_BTNH, log_sum_BNT]
-    return list(relative_attention_backward(dout_BTNH, inputs, valid_B, seed, results, ctx.dropout)), None, None, None
+    *inputs, valid_B, first_key_BT, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
+    mask_and_seed, results = (valid_B, first_key_BT, seed), [out_BTNH, log_sum_BNT]
+    gradients = relative_attention_backward(dout_BTNH, inputs, *mask_and_seed, results, ctx.dropout)
+    return list(gradients), None, None, None, None
 
 
 relative_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _ceil_div(number: int, divisor: int) -> int:

@@ -78,11 +78,13 @@ class Inputs(NamedTuple):
     position_bias: Tensor
 
 
-class ValidAndSeed(NamedTuple):
-    """Which probabilities are zero: those of empty memory slots, and those that dropout zeroes."""
+class MaskAndSeed(NamedTuple):
+    """Which probabilities are zero: those of empty memory slots or earlier episodes, and those that dropout zeroes."""
 
     valid: Tensor | None
     """Number of valid memory slots of each batch row, or None if all are valid."""
+    first_key: Tensor | None
+    """Index of the first key of each query's episode (B, T), or None if no episode starts among the queries."""
     seed: Tensor | None
     """Seed of dropout, or None without dropout."""
 
@@ -246,7 +248,7 @@ def launch(kernel: Any, num_programs: int, config: KernelConfig, *arguments: Any
 
 
 @triton.jit
-def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr):
+def forward_kernel(inputs, mask_and_seed, results, sizes, config: tl.constexpr):
     """Compute the attended values of W queries of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
     memory = sizes.S - sizes.T  # number of memory slots
@@ -257,12 +259,13 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
     content_IH = plus_bias(q_IH, inputs.content_bias, n, config)
     position_IH = plus_bias(q_IH, inputs.position_bias, n, config)
 
-    first_valid = first_valid_key(valid_and_seed, b, sizes)
+    first_valid = first_valid_key(mask_and_seed, b, sizes)
     # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
     first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
     last = memory + tl.minimum(first_query + config.tile, sizes.T)
     near_D = sizes.P - (memory + first_query - first) + step  # indices of the near block's position keys
     far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
+    first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
     max_I = tl.full([config.tile], float("-inf"), config.acc_dtype)
     sum_I = tl.full([config.tile], 0.0, config.acc_dtype)
     out_IH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
@@ -271,7 +274,7 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, config)), config)
         score_IJ = product(content_IH, tl.trans(load_rows(inputs.k, b, n, key_J, config)), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_valid, sizes)
+        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
         score_IJ = tl.where(attended_IJ, score_IJ * config.scale_log2, float("-inf"))
         new_max_I = tl.maximum(max_I, tl.max(score_IJ, 1))
         offset_I = tl.where(new_max_I == float("-inf"), 0.0, new_max_I)  # no attended key so far
@@ -279,7 +282,7 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
         weight_IJ = tl.exp2(score_IJ - offset_I[:, None])
         sum_I = sum_I * rescale_I + tl.sum(weight_IJ, 1)
         if config.dropout > 0:
-            weight_IJ = dropped(weight_IJ, keep(valid_and_seed, b * sizes.N + n, first_query, start, config), config)
+            weight_IJ = dropped(weight_IJ, keep(mask_and_seed, b * sizes.N + n, first_query, start, config), config)
         v_JH = load_rows(inputs.v, b, n, key_J, config)
         out_IH = out_IH * rescale_I[:, None] + product(weight_IJ.to(v_JH.dtype), v_JH, config)
         max_I = new_max_I
@@ -296,7 +299,7 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
 
 
 @triton.jit
-def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.constexpr):
+def queries_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W queries of one head, and delta, which the other two kernels read."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
     memory = sizes.S - sizes.T  # number of memory slots
@@ -308,12 +311,13 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
     delta_I = tl.sum(load_rows(saved.out, b, n, query_I, config).to(config.acc_dtype) * dout_IH.to(config.acc_dtype), 1)
     tl.store(saved.delta + (b * sizes.N + n) * sizes.T + query_I, delta_I, mask=query_I < sizes.T)
 
-    first_valid = first_valid_key(valid_and_seed, b, sizes)
+    first_valid = first_valid_key(mask_and_seed, b, sizes)
     # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
     first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
     last = memory + tl.minimum(first_query + config.tile, sizes.T)
     far_D = sizes.P - (memory + first_query - first) - config.tile + step  # indices of the far block's position keys
     far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D, config)), config)
+    first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
     # score gradients by distance of the tile before, whose near block is the far block of the current tile
     previous_ID = tl.full([config.tile, config.tile], 0.0, content_IH.dtype)
     dcontent_IH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
@@ -324,10 +328,10 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D + config.tile, config)), config)
         score_IJ = product(content_IH, tl.trans(k_JH), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_valid, sizes)
+        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
         dscore_IJ = product(dout_IH, tl.trans(load_rows(inputs.v, b, n, key_J, config)), config)
         if config.dropout > 0:
-            dscore_IJ = dropped(dscore_IJ, keep(valid_and_seed, b * sizes.N + n, first_query, start, config), config)
+            dscore_IJ = dropped(dscore_IJ, keep(mask_and_seed, b * sizes.N + n, first_query, start, config), config)
         dscore_IJ = probability(score_IJ, log_sum_I, attended_IJ, config) * (dscore_IJ - delta_I[:, None])
         dcontent_IH += product(dscore_IJ.to(k_JH.dtype), k_JH, config)
         dscore_ID = over_distances(dscore_IJ, config).to(k_JH.dtype)
@@ -353,21 +357,21 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
 
 
 @triton.jit
-def keys_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.constexpr):
+def keys_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W keys and their values, of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.S, config.tile), sizes.N)
     memory = sizes.S - sizes.T  # number of memory slots
-    first_key = tile * config.tile
+    tile_start = tile * config.tile
     step = tl.arange(0, config.tile)
-    key_J = first_key + step
+    key_J = tile_start + step
     k_JH = load_rows(inputs.k, b, n, key_J, config)
     v_JH = load_rows(inputs.v, b, n, key_J, config)
 
-    first_valid = first_valid_key(valid_and_seed, b, sizes)
+    first_valid = first_valid_key(mask_and_seed, b, sizes)
     # range of the queries that attend to these keys, from the start of a tile; `last` is exclusive
-    first = tl.maximum(first_key - memory, 0) // config.tile * config.tile
-    last = tl.minimum(tl.minimum(first_key + config.tile, sizes.S) - 1 - memory + sizes.P, sizes.T)
-    last = tl.where(first_key + config.tile <= first_valid, first, last)  # no queries if all these slots are empty
+    first = tl.maximum(tile_start - memory, 0) // config.tile * config.tile
+    last = tl.minimum(tl.minimum(tile_start + config.tile, sizes.S) - 1 - memory + sizes.P, sizes.T)
+    last = tl.where(tile_start + config.tile <= first_valid, first, last)  # no queries if all these slots are empty
     dk_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     dv_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for start in range(first, last, config.tile):
@@ -375,17 +379,18 @@ def keys_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.cons
         content_IH, position_IH, dout_IH = load_queries(inputs, saved, b, n, query_I, config)
         log_sum_I = load_statistic(saved.log_sum, b * sizes.N + n, query_I, sizes, float("inf"))
         delta_I = load_statistic(saved.delta, b * sizes.N + n, query_I, sizes, 0.0)
-        near_D = sizes.P - (memory + start - first_key) + step
+        near_D = sizes.P - (memory + start - tile_start) + step
         far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, config)), config)
         score_IJ = product(content_IH, tl.trans(k_JH), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_valid, sizes)
+        first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
         probability_IJ = probability(score_IJ, log_sum_I, attended_IJ, config)
         weight_IJ = probability_IJ
         dscore_IJ = product(dout_IH, tl.trans(v_JH), config)
         if config.dropout > 0:
-            keep_IJ = keep(valid_and_seed, b * sizes.N + n, start, first_key, config)
+            keep_IJ = keep(mask_and_seed, b * sizes.N + n, start, tile_start, config)
             weight_IJ = dropped(weight_IJ, keep_IJ, config)
             dscore_IJ = dropped(dscore_IJ, keep_IJ, config)
         dv_JH += product(tl.trans(weight_IJ.to(dout_IH.dtype)), dout_IH, config)
@@ -396,7 +401,7 @@ def keys_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.cons
 
 
 @triton.jit
-def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.constexpr):
+def distances_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of the position keys of W distances, of one head, summed over one group of batch rows.
 
     Blocks of distances are aligned so that the keys at these distances from W queries are in two neighbouring tiles:
@@ -411,7 +416,7 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
     is_late_IJ = step[:, None] >= step[None, :]  # pairs whose key is in the later tile
     dr_DH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for b in range(group, sizes.B, sizes.groups):
-        first_valid = first_valid_key(valid_and_seed, b, sizes)
+        first_valid = first_valid_key(mask_and_seed, b, sizes)
         first = tl.maximum(nearest + first_valid - memory, 0) // config.tile * config.tile
         for start in range(first, sizes.T, config.tile):
             query_I = start + step
@@ -422,11 +427,12 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
             key_IJ = key + step[None, :] - tl.where(is_late_IJ, 0, config.tile)
             score_IJ = two_tiles(content_IH, inputs.k, b, n, key + step, config)
             score_IJ += over_keys(product(position_IH, tl.trans(r_DH), config), config)
-            attended_IJ = is_attended(memory + query_I[:, None] - key_IJ, key_IJ, first_valid, sizes)
+            first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+            attended_IJ = is_attended(memory + query_I[:, None] - key_IJ, key_IJ, first_key, sizes)
             dscore_IJ = two_tiles(dout_IH, inputs.v, b, n, key + step, config)
             if config.dropout > 0:
-                late_IJ = keep(valid_and_seed, b * sizes.N + n, start, key, config)
-                early_IJ = keep(valid_and_seed, b * sizes.N + n, start, key - config.tile, config)
+                late_IJ = keep(mask_and_seed, b * sizes.N + n, start, key, config)
+                early_IJ = keep(mask_and_seed, b * sizes.N + n, start, key - config.tile, config)
                 dscore_IJ = dropped(dscore_IJ, (late_IJ & is_late_IJ) | (early_IJ & ~is_late_IJ), config)
             dscore_IJ = probability(score_IJ, log_sum_I, attended_IJ, config) * (dscore_IJ - delta_I[:, None])
             dscore_ID = over_distances(dscore_IJ, config).to(content_IH.dtype)
@@ -550,23 +556,39 @@ def over_distances(score_IJ, config: tl.constexpr):
 
 
 @triton.jit
-def first_valid_key(valid_and_seed, b, sizes):
+def first_valid_key(mask_and_seed, b, sizes):
     """Return the index of the first key of this batch row that is not in an empty memory slot."""
     return (
         0
-        if valid_and_seed.valid is None
-        else tl.maximum(sizes.S - sizes.T - tl.load(valid_and_seed.valid + b).to(tl.int32), 0)
+        if mask_and_seed.valid is None
+        else tl.maximum(sizes.S - sizes.T - tl.load(mask_and_seed.valid + b).to(tl.int32), 0)
     )
 
 
 @triton.jit
-def is_attended(distance, key, first_valid, sizes):
-    """Return whether a query attends to a key: not in the future, not beyond the window, not in an empty slot."""
-    return (distance >= 0) & (distance < sizes.P) & (key >= first_valid)
+def first_attended(mask_and_seed, b, query_I, first_valid, sizes):
+    """Return the index of the first key of a tile's queries that is neither in an empty slot nor of an earlier episode.
+
+    It is a number, or (I, 1) where episodes start among the queries.
+    """
+    return (
+        first_valid
+        if mask_and_seed.first_key is None
+        else tl.maximum(
+            tl.load(mask_and_seed.first_key + b * sizes.T + query_I, mask=query_I < sizes.T, other=0).to(tl.int32),
+            first_valid,
+        )[:, None]
+    )
 
 
 @triton.jit
-def keep(valid_and_seed, row_head, first_query, first_key, config: tl.constexpr):
+def is_attended(distance, key, first_key, sizes):
+    """Return whether a query attends to a key: not in the future, not beyond the window, none before its first key."""
+    return (distance >= 0) & (distance < sizes.P) & (key >= first_key)
+
+
+@triton.jit
+def keep(mask_and_seed, row_head, first_query, first_key, config: tl.constexpr):
     """Return whether dropout keeps each probability of a tile, (I, J); `row_head` is as in `load_statistic`.
 
     The random numbers of Philox (a counter-based generator) depend only on the indices of batch row and head, query,
@@ -577,7 +599,7 @@ def keep(valid_and_seed, row_head, first_query, first_key, config: tl.constexpr)
     four_IJ = first_key // 4 + tl.arange(0, quarter)[None, :] + tl.full([config.tile, quarter], 0, tl.int32)
     row_head_IJ = row_head.to(tl.int32) + tl.full([config.tile, quarter], 0, tl.int32)
     one, two, three, four = tl.philox(
-        tl.load(valid_and_seed.seed), four_IJ, query_IJ, row_head_IJ, tl.zeros_like(query_IJ)
+        tl.load(mask_and_seed.seed), four_IJ, query_IJ, row_head_IJ, tl.zeros_like(query_IJ)
     )
     even = tl.interleave(_survives(one, config), _survives(three, config))
     odd = tl.interleave(_survives(two, config), _survives(four, config))

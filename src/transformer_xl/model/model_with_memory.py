@@ -1,0 +1,125 @@
+"""The base class of all models: layers that are given a memory of earlier inputs and return the next one.
+
+Shape suffixes: B batch size, R recent tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from transformer_xl.config import UserError, check_type
+from transformer_xl.model.linear import PackedLinear
+from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.weights_version import WeightsVersion
+
+WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
+
+
+class ModelWithMemory(nn.Module, ABC):
+    """Layers, and the memory that is passed to them with the next inputs."""
+
+    context_limits: ContextLimits
+    """The limits of a new memory if none are passed."""
+    layers: nn.ModuleList
+    """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
+    cache_shapes: dict[type[LayerCache], tuple[int, ...]]
+    """The `LayerCache` classes that the layers accept, and the `token_shape` (shape of what a cache holds of one token)
+    that a cache of each class must have; empty for a model without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation_checkpointing = False
+        """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
+        self.num_recent = 0
+        """R: number of tokens before a segment that n-gram embeddings need."""
+        self._weights_version = WeightsVersion()
+        self._packed_version: int | None = None
+
+    @property
+    def weights_version(self) -> int | None:
+        """A number that changes when the weights change; None where torch compiles the model, which cannot see it."""
+        if torch.compiler.is_compiling():
+            return None
+        number = self._weights_version.of(self)
+        if number != self._packed_version:
+            for module in self.modules():
+                if isinstance(module, PackedLinear):
+                    module.unpack()  # a layer alone sees all changes but those of an adapter that is merged
+            self._packed_version = number
+        return number
+
+    def adopt_weights_version(self, other: ModelWithMemory) -> None:
+        """Continue the memories of another model, whose weights this one has."""
+        self._weights_version.set(self, other._weights_version.of(other))
+
+    @abstractmethod
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
+        """Return an empty memory for training.
+
+        Args:
+            batch_size: B.
+            context_limits: how far back attention can look, or None for the model's `context_limits`.
+
+        Raises:
+            UserError: the model does not support these limits.
+        """
+
+    def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
+        """Return an empty memory of the fastest kind for inference: a KV cache if the model supports one.
+
+        Hidden states are the same as with `initial_memory`. A KV cache cannot be used where gradients are computed, and
+        only with the weights, device and dtype that filled it: when the weights change, or another adapter is active,
+        the model refuses it. Arguments and errors are those of `initial_memory`.
+        """
+        return self.initial_memory(batch_size, context_limits)
+
+    def check_memory(self, memory: Memory | None, batch_size: int) -> Memory:
+        """Return the memory, or an empty one if it is None.
+
+        Raises:
+            UserError: the memory is of another batch size, of another model or of other weights.
+        """
+        weights_version = self.weights_version  # also drops packed weights that are out of date
+        if memory is None:
+            return self.initial_memory(batch_size)
+        check_type(memory, Memory, "memory", "give the memory that the model returned, or None")
+        if memory.batch_size != batch_size:
+            raise UserError(
+                f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "
+                "use memory.select(rows), or initial_memory for new sequences"
+            )
+        num_caches = len(self.layers) if self.cache_shapes else 0  # a model without memory has no caches
+        num_recent = 0 if memory.recent_BR is None else memory.recent_BR.shape[1]
+        if (
+            len(memory.layers) != num_caches
+            or any(cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1])
+            or num_recent != self.num_recent
+        ):
+            raise UserError("this memory was made by another model; start with initial_memory")
+        if memory.weights_version is not None and weights_version not in (None, memory.weights_version):
+            raise UserError(
+                "this memory holds keys and values of other weights than the model has now; begin with a new "
+                "inference_memory, or use initial_memory where weights change"
+            )
+        return memory
+
+    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
+        """Call a layer, with activation checkpointing if it is enabled."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
+
+
+def init_weights(module: nn.Module) -> None:
+    """Draw the initial weights of a linear layer or LayerNorm as in the authors' code; other modules stay unchanged."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.normal_(module.weight, 1.0, NORM_STD)
+    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        nn.init.zeros_(module.bias)
