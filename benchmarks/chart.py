@@ -1,4 +1,4 @@
-"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables.
+"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables and docs/equal-time.md's.
 
     python benchmarks/chart.py [--results benchmarks/results] [--docs docs]
 
@@ -121,6 +121,45 @@ def learning_rates_table(results: Results) -> str:
     return "\n".join([*lines, *commands, "```", "", *rates_table(results["trainings"])])
 
 
+def equal_time_tables(text: str, results: Results) -> str:
+    """Return Markdown tables of equal-time-TEXT.json, one for each time."""
+    machine = results["machine"]
+    hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
+    sizes = f"validation text {results['valid_tokens']:,} tokens, test text {results['test_tokens']:,}"
+    lines = [f"## {text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
+    for seconds, rows in results["tables"].items():
+        lines += [
+            "",
+            f"{seconds} seconds:",
+            "",
+            "| | bits per token | range | perplexity | seeds | parameters | steps | context | settings tried |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            low, high = row["range"]
+            span = f"{low:.3f} to {high:.3f}" if row["seeds"] > 1 else ""
+            lines.append(
+                f"| {contestant(row)} | {row['test_bits_per_token']:.3f} | {span} | "
+                f"{2 ** row['test_bits_per_token']:.4g} | {row['seeds']} | "
+                f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
+            )
+    return "\n".join(lines)
+
+
+def contestant(row: Results) -> str:
+    """Return the name of a contestant of equal_time.py with the settings that were best."""
+    settings = row["settings"]
+    train = settings.get("train", settings)
+    name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(row["contestant"])
+    details = [f"`{settings['recipe']}`"] if settings.get("recipe") else []
+    if settings.get("model", {}).get("architecture") == "lstm":
+        details += ["with n-gram embeddings"] if "max_ngram" in settings["model"] else []
+    details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []
+    details += [f"segments of {settings['segment_length']}"] if "segment_length" in settings else []
+    details += [f"rate {train['learning_rate']:g}"] if "learning_rate" in train else []
+    return ", ".join([name or row["contestant"], *details])
+
+
 def environment(results: Results) -> str:
     """Return a sentence with the hardware, versions, commit and command of the results."""
     machine = results["machine"]
@@ -212,8 +251,8 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
-    """Return the file NAME.json if it exists; of gpu and learning-rates, those of all devices or texts."""
-    paths = folder.glob(f"{name}-*.json" if name in ("gpu", "learning-rates") else f"{name}.json")
+    """Return the file NAME.json if it exists; of gpu, learning-rates and equal-time, those of all devices or texts."""
+    paths = folder.glob(f"{name}-*.json" if name in ("gpu", "learning-rates", "equal-time") else f"{name}.json")
     return sorted(path for path in paths if not path.stem.endswith("-peers"))
 
 
@@ -244,6 +283,13 @@ def main() -> None:
             section += f"\n\n![{name}]({svg.name})"
         print(f"## {name}\n\n{section}\n")
         text = with_table(text, name, section)
+    document.write_text(text, encoding="utf-8")
+    document = args.docs / "equal-time.md"
+    sections = [
+        equal_time_tables(path.stem.removeprefix("equal-time-"), json.loads(path.read_text(encoding="utf-8")))
+        for path in result_files(args.results, "equal-time")
+    ]
+    text = with_table(document.read_text(encoding="utf-8"), "equal-time", "\n\n".join(sections) or NOT_MEASURED)
     document.write_text(text, encoding="utf-8")
 
 
