@@ -15,6 +15,7 @@ adapter_config.json for peft; the weights are those of its base, a run whose fol
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -556,6 +557,20 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
 def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
     return json_digest(config.model.model_dump(mode="json", exclude={"attn_implementation"}))
+
+
+def weights_digest(run: Run, dtype: str) -> str:
+    """Return the sha256 of weights, settings of the model and data type: a state fits only what it was computed with.
+
+    Args:
+        run: the run.
+        dtype: data type of matrix products, resolved for the device.
+    """
+    digest = hashlib.sha256(f"{model_digest(run.config)} {dtype}".encode())
+    for name, tensor in sorted(run.model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> str:

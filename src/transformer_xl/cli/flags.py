@@ -84,6 +84,9 @@ EvaluationFlags = _optional("evaluation", EvaluationConfig.model_fields)
 GenerationFlags = _optional("generation", GenerationConfig.model_fields)
 ServeFlags = _optional("serve", ServerConfig.model_fields)
 ScoreFlags = _optional("score", EvaluationConfig.model_fields, "method", "dynamic")
+StreamFlags = _optional(
+    "stream", EvaluationConfig.model_fields, "batch_size", "warmup_tokens", "reset_memory", "dynamic"
+)
 TokenizerFlags = _optional("tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback")
 ContextFlags = _optional("context", ContextSweep.model_fields)
 SpeedFlags = _optional("speed", SpeedComparison.model_fields)

@@ -22,6 +22,7 @@ COMMANDS = {
     "finetune": "Train the weights of a run further on another corpus, as a new run.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
+    "watch": "Read a text as it is written, and print the lines that surprise a run.",
     "generate": "Generate text with a trained model.",
     "serve": "Serve runs over HTTP: OpenAI's API, and sessions whose memory stays on the server.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",

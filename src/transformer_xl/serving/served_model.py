@@ -5,7 +5,6 @@ Shape suffixes: B batch size, M memory slots, P distances.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.run_folder import Run, model_digest
+from transformer_xl.run_folder import Run, weights_digest
 from transformer_xl.serving.rows import MemoryState
 
 READING_SLICE = 128
@@ -81,11 +80,7 @@ class ServedModel:
         device = next(run.model.parameters()).device
         resolved = resolve_dtype(device, dtype)
         model = with_matrices_in(run.model, torch.bfloat16) if resolved == "bfloat16" else run.model
-        digest = hashlib.sha256(f"{model_digest(run.config)} {resolved}".encode())
-        for tensor_name, tensor in sorted(run.model.state_dict().items()):
-            digest.update(f"{tensor_name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        served = ServedModel(name, run, model, dtype, plan, longest, digest.hexdigest())
+        served = ServedModel(name, run, model, dtype, plan, longest, weights_digest(run, resolved))
         served._prepare()
         return served
 

@@ -1,0 +1,225 @@
+"""`txl watch`: the surprisal of the lines of a log or another text while it is written."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.flags import StreamFlags, evaluation_config
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
+from transformer_xl.cli.output import print_json, say_memory_length, say_weights
+from transformer_xl.config import UserError
+from transformer_xl.progress import say
+
+if TYPE_CHECKING:
+    from transformer_xl.config import EvaluationConfig
+    from transformer_xl.evaluation.line_surprisal import LineSurprisal
+    from transformer_xl.run_folder import Run
+    from transformer_xl.text.live import LiveText
+
+JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
+_Score = Literal["mean", "sum", "max"]
+_DEFAULT_FALSE_ALARMS = 0.001
+
+
+def watch(
+    run: Path,
+    /,
+    *,
+    file: Path | None = None,
+    from_end: Annotated[bool, Parameter(negative=())] = False,
+    socket: str | None = None,
+    threshold: float | None = None,
+    calibrate: Path | None = None,
+    false_alarms: float | None = None,
+    score: _Score | None = None,
+    state: Path | None = None,
+    max_delay: float = 0.2,
+    settings: Annotated[StreamFlags | None, Parameter(name="*")] = None,
+    checkpoint: Literal["best", "last"] = "best",
+    device_options: DeviceFlags = DEFAULT_DEVICE,
+    json: JsonLines = False,
+) -> int:
+    """Read a text as it is written, and print the lines that surprise a run, with their surprisal in bits.
+
+    Memory continues from line to line, and the surprisal is that of txl score for the whole text. Without a threshold,
+    every line is printed. Ctrl-C or SIGTERM ends the command with status 130 or 143.
+
+    Parameters
+    ----------
+    run
+        Folder of a run, trained on text of the same kind.
+    file
+        File to follow as it grows, also when it is rotated or truncated. [default: standard input, until its end]
+    from_end
+        Begin at the end of --file, not at its beginning.
+    socket
+        Path of a Unix socket to create, or a local HOST:PORT, to which programs write lines.
+    threshold
+        Print lines whose score is above this, in bits.
+    calibrate
+        File of normal text, which is read first; the threshold is the lowest that --false-alarms of its lines exceed.
+    false_alarms
+        Fraction of the lines of --calibrate that may be above the threshold. [default: 0.001]
+    score
+        Score of a line that is compared: the mean or the sum over its tokens, or its most surprising token.
+        [default: mean]
+    state
+        File that the state is saved to at the end, and read from if it exists, so that the next command continues,
+        with the same threshold unless it gives another. The end of standard input then ends no line.
+    max_delay
+        Seconds that a whole line waits for more text before it is scored.
+    settings
+        How the text is read.
+    checkpoint
+        best: the weights with the lowest validation loss; last: those of the last checkpoint.
+    """
+    _check(file, socket, threshold, calibrate, false_alarms, from_end=from_end, max_delay=max_delay)
+    config = evaluation_config(settings)
+    from transformer_xl.evaluation.line_surprisal import LineStream, watch_lines
+    from transformer_xl.evaluation.stream import SurprisalStream
+    from transformer_xl.run_folder import load
+
+    loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
+    say_weights(loaded.weights)
+    saved: dict[str, Any] = {}
+    if state is not None and (state.exists() or state.is_symlink()):
+        stream, saved = SurprisalStream.load(loaded, state, config)
+    else:
+        stream = SurprisalStream(loaded, config)
+    say_memory_length(loaded, stream.plan)
+    lines = LineStream(stream, saved.get("lines", {}) if saved else None)
+    name, limit = _alarm(loaded, config, threshold, calibrate, false_alarms, score, saved)
+    source = _open(file, socket, from_end=from_end)
+    if file is not None and isinstance(position := saved.get("position"), dict):
+        source.begin_at(position)
+    num_lines = num_printed = 0
+    start, num_tokens = time.perf_counter(), stream.num_tokens
+    try:
+        with _stopped_by_signals() as stopped:
+            is_end = state is None
+            for line in watch_lines(
+                lines, source, max_delay=max_delay, is_stopped=lambda: bool(stopped), finish=is_end
+            ):
+                num_lines += 1
+                if limit is None or line.score(name) > limit:
+                    num_printed += 1
+                    _print(line, name, limit, as_json=json)
+    finally:  # also where standard output was closed
+        if state is not None:
+            alarm = {"score": name, "threshold": limit}
+            stream.save(state, {"lines": lines.state(), "position": source.position(), **alarm})
+        source.close()
+    above = "" if limit is None else f", {num_printed:,} of them above {limit:.4g} bits ({name})"
+    seconds = time.perf_counter() - start
+    say(f"{num_lines:,} lines{above}; {stream.num_tokens - num_tokens:,} tokens in {seconds:,.1f} s")
+    return 128 + stopped[0] if stopped else 0
+
+
+def _check(
+    file: Path | None,
+    socket: str | None,
+    threshold: float | None,
+    calibrate: Path | None,
+    false_alarms: float | None,
+    *,
+    from_end: bool,
+    max_delay: float,
+) -> None:
+    if file is not None and socket is not None:
+        raise UserError("--file and --socket were both given; use one of them")
+    if from_end and file is None:
+        raise UserError("--from-end is for --file; give a file, or leave it out")
+    if threshold is not None and calibrate is not None:
+        raise UserError("--threshold and --calibrate were both given; use one of them")
+    if false_alarms is not None and calibrate is None:
+        raise UserError("--false-alarms needs --calibrate FILE, with normal text")
+    if false_alarms is not None and not 0 <= false_alarms < 1:
+        raise UserError(f"--false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+    if not 0 <= max_delay <= 3600:
+        raise UserError(f"--max-delay {max_delay:g} is out of range; give seconds from 0 to 3600, such as 0.2")
+
+
+def _open(file: Path | None, socket: str | None, *, from_end: bool) -> LiveText:
+    from transformer_xl.text.live import FollowedFile, PipedText, SocketText
+
+    if file is not None:
+        return FollowedFile(file, from_end=from_end)
+    if socket is not None:
+        source = SocketText(socket)
+        say(f"listening at {source.name}")
+        return source
+    return PipedText(sys.stdin.fileno())
+
+
+def _alarm(
+    run: Run,
+    config: EvaluationConfig,
+    threshold: float | None,
+    calibrate: Path | None,
+    false_alarms: float | None,
+    score: _Score | None,
+    saved: dict[str, Any],
+) -> tuple[_Score, float | None]:
+    """Return the score that is compared, and the threshold: given, from normal text, or that of the saved state."""
+    from transformer_xl.evaluation.line_surprisal import LineStream
+    from transformer_xl.evaluation.line_surprisal import calibrate as calibrate_lines
+    from transformer_xl.evaluation.stream import SurprisalStream
+    from transformer_xl.text.sources.archives import FileRange
+
+    saved_score, saved_threshold = saved.get("score"), saved.get("threshold")
+    is_saved = saved_score in ("mean", "sum", "max") and isinstance(saved_threshold, float)
+    if threshold is None and calibrate is None and is_saved and score in (None, saved_score):
+        return saved_score, saved_threshold  # pyrefly: ignore[bad-return]
+    name = score or "mean"
+    if calibrate is None:
+        return name, threshold
+    rate = _DEFAULT_FALSE_ALARMS if false_alarms is None else false_alarms
+    lines = LineStream(SurprisalStream(run, config))
+
+    def normal_lines() -> Iterator[LineSurprisal]:
+        for chunk in FileRange(calibrate):
+            yield from lines.read(chunk)
+        yield from lines.finish()
+
+    found = calibrate_lines(normal_lines(), name, rate)
+    say(f"threshold {found.threshold:.4g} bits ({name}): {found.alarms:,} of {found.lines:,} normal lines are above it")
+    return name, found.threshold
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[list[int]]:
+    """Yield a list that SIGINT and SIGTERM append their number to; a second signal stops at once."""
+    stopped: list[int] = []
+
+    def on_signal(number: int, _: object) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(number)
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _print(line: LineSurprisal, name: _Score, threshold: float | None, *, as_json: bool) -> None:
+    if as_json:
+        score = {"score": line.score(name), "threshold": threshold}
+        print_json({**asdict(line), "bits_per_token": line.bits_per_token, **score}, indent=None)
+    else:
+        text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line.text)
+        part = f" (part {line.part})" if line.part else ""
+        bits = f"{line.bits_per_token:.2f} bits/token, {line.bits:.1f} bits, max {line.max_bits:.2f}"
+        print(f"line {line.line}{part}: {bits}: {text}")
+    sys.stdout.flush()

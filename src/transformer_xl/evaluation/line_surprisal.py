@@ -1,0 +1,248 @@
+"""Surprisal of the lines of a stream, and a threshold for what is surprising, from text that is known to be normal.
+
+Each line has three scores, in bits: the mean and the sum over its tokens, its newline included, and the maximum, that
+of its most surprising token. Which one tells anomalies from normal lines depends on the text: the sum grows with the
+length of a line, the mean with the share of it that is surprising, and the maximum shows a single token that should
+not be there.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.stream import ScoredTokens, SurprisalStream
+from transformer_xl.text.live import BLOCK_BYTES, LiveText
+
+LineScoreName = Literal["mean", "sum", "max"]
+
+MAX_LINE_TOKENS = 2**16
+"""A longer line is reported in parts of about this length."""
+_MAX_TEXT_BYTES = 1000  # of a line, which are kept to show it
+_NATS_PER_BIT = math.log(2)
+_IDLE_SECONDS = 0.2  # between two looks at whether to stop
+
+
+@dataclass(frozen=True)
+class LineSurprisal:
+    """The surprisal of a line, or of a part of a long one."""
+
+    line: int
+    """Line number, from 1."""
+    part: int
+    """0 for a whole line; the parts of a long one are numbered from 1."""
+    tokens: int
+    """Number of tokens, with the newline."""
+    bits: float
+    """Sum of the surprisal of all tokens, in bits."""
+    max_bits: float
+    """Surprisal of the most surprising token, in bits."""
+    text: str
+    """The first 1,000 bytes of the line, without its newline; what is not UTF-8 as U+FFFD."""
+
+    @property
+    def bits_per_token(self) -> float:
+        """Mean surprisal of a token, in bits."""
+        return self.bits / self.tokens
+
+    def score(self, name: LineScoreName) -> float:
+        """Return the mean, the sum or the maximum over the tokens, in bits."""
+        return {"mean": self.bits_per_token, "sum": self.bits, "max": self.max_bits}[name]
+
+
+class LineStream:
+    """Reads a text in bytes chunk by chunk, and returns the surprisal of each line once it is known."""
+
+    def __init__(self, stream: SurprisalStream, state: Mapping[str, Any] | None = None) -> None:
+        """Begin at the first line, or where an earlier LineStream of the same stream was.
+
+        Args:
+            stream: the stream of the tokens, which must be read through this object alone.
+            state: the value of `state` of the earlier one, or None.
+
+        Raises:
+            UserError: the tokenizer has no token for the end of a line, or the state is not one.
+        """
+        self.stream = stream
+        self._is_newline_V = stream.run.tokenizer.is_newline_V
+        if not self._is_newline_V.any():
+            raise UserError("the run's tokenizer has no token for the end of a line, so lines have no surprisal")
+        self._line, self._part = 1, 0
+        self._num_tokens, self._bits, self._max_bits = 0, 0.0, 0.0  # of the part of the line that is known
+        self._starts = deque[bytes]()  # the first bytes of lines that have arrived and are not reported
+        self._start = b""  # of the line that is arriving
+        self._mark: bytes | None = b""  # what may be a byte order mark, which is no text; None after it
+        if state is not None:
+            self._restore(state)
+
+    @property
+    def has_waiting_lines(self) -> bool:
+        """Whether whole lines have arrived that `flush` would report."""
+        return bool(self._starts)
+
+    def read(self, text: bytes) -> list[LineSurprisal]:
+        """Read more of the text, and return the lines whose surprisal is known now.
+
+        Raises:
+            UserError: the tokenizer cannot encode the text; nothing was read.
+        """
+        if self._mark is not None:
+            text = self._mark + text
+            if len(text) < len(codecs.BOM_UTF8) and codecs.BOM_UTF8.startswith(text):
+                self._mark = text
+                return []
+            text = text.removeprefix(codecs.BOM_UTF8)
+        tokens = self.stream.read(text)
+        self._mark = None
+        first, *others = text.split(b"\n")
+        self._start += first[: _MAX_TEXT_BYTES - len(self._start)]
+        for start in others:
+            self._starts.append(self._start)
+            self._start = start[:_MAX_TEXT_BYTES]
+        return list(self._lines(tokens))
+
+    def flush(self) -> list[LineSurprisal]:
+        """Return all lines that have arrived whole."""
+        return list(self._lines(self.stream.flush()))
+
+    def finish(self) -> list[LineSurprisal]:
+        """End the text, and return the last lines, also one without a newline."""
+        begun, self._mark = self._mark, None
+        lines = self.read(begun or b"")
+        lines += self._lines(self.stream.finish())
+        if self._num_tokens:
+            lines.append(self._end_line())
+        self._starts.clear()
+        self._start = b""
+        return lines
+
+    def state(self) -> dict[str, Any]:
+        """Return what this object holds, as JSON values."""
+        return {
+            "line": self._line,
+            "part": self._part,
+            "tokens": self._num_tokens,
+            "bits": self._bits,
+            "max_bits": self._max_bits,
+            "starts": [start.hex() for start in [*self._starts, self._start]],
+            "mark": None if self._mark is None else self._mark.hex(),
+        }
+
+    def _lines(self, tokens: ScoredTokens) -> Iterator[LineSurprisal]:
+        bits_K = tokens.nats_K / _NATS_PER_BIT
+        is_newline_K = self._is_newline_V[tokens.ids_K]
+        for start, end in pairwise([0, *(np.flatnonzero(is_newline_K) + 1).tolist(), len(tokens)]):
+            if start == end:
+                continue
+            self._num_tokens += end - start
+            self._bits += float(bits_K[start:end].sum())
+            self._max_bits = max(self._max_bits, float(bits_K[start:end].max()))
+            if is_newline_K[end - 1]:
+                yield self._end_line()
+            elif self._num_tokens >= MAX_LINE_TOKENS:
+                self._part += 1
+                yield self._known(self._starts[0] if self._starts else self._start)
+
+    def _end_line(self) -> LineSurprisal:
+        self._part += self._part > 0
+        line = self._known(self._starts.popleft() if self._starts else self._start)
+        self._line, self._part = self._line + 1, 0
+        return line
+
+    def _known(self, start: bytes) -> LineSurprisal:
+        text = start.removesuffix(b"\r").decode("utf-8", errors="replace")
+        line = LineSurprisal(self._line, self._part, self._num_tokens, self._bits, self._max_bits, text)
+        self._num_tokens, self._bits, self._max_bits = 0, 0.0, 0.0
+        return line
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        try:
+            counts = [state[name] for name in ("line", "part", "tokens")]
+            bits = [state[name] for name in ("bits", "max_bits")]
+            *starts, start = (bytes.fromhex(text) for text in state["starts"])
+            mark = None if state["mark"] is None else bytes.fromhex(state["mark"])
+            is_right = all(type(count) is int and 0 <= count < 2**62 for count in counts)
+            is_right = is_right and all(type(value) is float and math.isfinite(value) for value in bits)
+            if not is_right or any(len(one) > _MAX_TEXT_BYTES for one in [*starts, start, mark or b""]):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise UserError("the saved state has no lines, or other ones than can be; give another file") from None
+        self._line, self._part, self._num_tokens = counts
+        self._bits, self._max_bits = bits
+        self._starts, self._start, self._mark = deque(starts), start, mark
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A threshold, and the lines that it is from."""
+
+    threshold: float
+    """Lines with a score above this are surprising, in bits."""
+    lines: int
+    """Number of lines of the normal text."""
+    alarms: int
+    """How many of them are above the threshold."""
+
+
+def calibrate(lines: Iterable[LineSurprisal], score: LineScoreName, false_alarms: float) -> Calibration:
+    """Return the lowest threshold that at most a fraction of normal lines exceed.
+
+    Args:
+        lines: lines of text that is known to be normal.
+        score: which score of the lines is compared.
+        false_alarms: the fraction, in [0, 1).
+
+    Raises:
+        UserError: there are no lines, or the fraction is out of range.
+    """
+    if not 0 <= false_alarms < 1:
+        raise UserError(f"false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+    scores = np.sort([line.score(score) for line in lines])[::-1]
+    if not len(scores):
+        raise UserError("there are no lines to calibrate with; give a file of normal text")
+    threshold = float(scores[int(false_alarms * len(scores))])
+    return Calibration(threshold, len(scores), int((scores > threshold).sum()))
+
+
+def watch_lines(
+    lines: LineStream, source: LiveText, *, max_delay: float, is_stopped: Callable[[], bool], finish: bool = True
+) -> Iterator[LineSurprisal]:
+    """Yield the surprisal of the lines of a text that is being written, until its end or until it is stopped.
+
+    While text comes faster than it is read, whole segments are read. When it comes slowly, the whole lines that have
+    arrived are reported after `max_delay`.
+
+    Args:
+        lines: reads the text.
+        source: the text.
+        max_delay: seconds that a whole line waits for the end of its segment.
+        is_stopped: returns whether to stop; it is called between blocks.
+        finish: whether the end of the text ends its last line; otherwise a line without an end stays in the state.
+    """
+    waiting_since: float | None = None
+    while not is_stopped():
+        left = _IDLE_SECONDS if waiting_since is None else waiting_since + max_delay - time.monotonic()
+        block = source.read(min(max(0.0, left), _IDLE_SECONDS))
+        if block is None:
+            yield from lines.finish() if finish else lines.flush()
+            return
+        if block:
+            yield from lines.read(block)
+        if not lines.has_waiting_lines:
+            waiting_since = None
+        elif waiting_since is None:
+            waiting_since = time.monotonic()
+        # after a full block more is there, and the lines are reported with the next segments
+        elif len(block) < BLOCK_BYTES and time.monotonic() - waiting_since >= max_delay:
+            yield from lines.flush()
+            waiting_since = None
+    yield from lines.flush()

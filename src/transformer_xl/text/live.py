@@ -1,0 +1,300 @@
+"""Text that is still being written: standard input, a file that grows, and local sockets.
+
+A source is read in blocks. `read` waits for a while, and returns what there is, an empty block if nothing came, or None
+after the end.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import select
+import selectors
+import socket
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformer_xl.config import UserError
+from transformer_xl.files import as_user_error
+
+BLOCK_BYTES = 2**13  # read at once; a signal is noticed between two blocks
+_POLL_SECONDS = 0.1  # between two looks at a file that has not grown
+_MAX_WRITERS = 64  # connections to a socket
+_MAX_LINE_BYTES = 2**16  # of a connection, before its line is passed on without an end
+
+
+class LiveText(Protocol):
+    """Text that is still being written."""
+
+    name: str
+    """What it is, for messages."""
+
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next block; empty if nothing comes within so many seconds, None after the end."""
+
+    def position(self) -> dict[str, Any]:
+        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot."""
+
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Continue at a position, if it still exists."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class PipedText:
+    """The text of a file descriptor, such as standard input, until its end."""
+
+    name = "standard input"
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next block, empty if nothing comes in time, or None after the end."""
+        with as_user_error(f"reading {self.name}"):
+            if not select.select([self._descriptor], [], [], seconds)[0]:
+                return b""
+            return os.read(self._descriptor, BLOCK_BYTES) or None
+
+    def position(self) -> dict[str, Any]:
+        """Return nothing: the next command gets another standard input."""
+        return {}
+
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class FollowedFile:
+    """A file that grows, without an end, as `tail -F` shows it.
+
+    If the path names another file (rotation), the rest of the old one is read and then the new one. If the file becomes
+    shorter (truncation), it is read from its beginning. A line that is cut off by either ends there. While there is no
+    file at the path, it is waited for. A file that is truncated and grows beyond the old position between two looks
+    cannot be told from one that has only grown.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        """Open the file.
+
+        Args:
+            path: the file, which must exist.
+            from_end: whether only what is appended from now on is read.
+
+        Raises:
+            UserError: the file cannot be read, or is no regular file.
+        """
+        self.name, self._path = str(path), path
+        self._position, self._ends_in_line = 0, False
+        self.num_restarts = 0
+        """How often the file was rotated or truncated."""
+        with as_user_error(f"reading {path}"):
+            self._descriptor = self._open()
+            if from_end:
+                self._position = os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next block, or an empty one if nothing is appended in time."""
+        deadline = time.monotonic() + seconds
+        with as_user_error(f"reading {self._path}"):
+            while True:
+                if block := self._read_or_restart():
+                    return block
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return b""
+                time.sleep(min(left, _POLL_SECONDS))
+
+    def position(self) -> dict[str, Any]:
+        """Return which file is open, and how much of it is read."""
+        status = os.fstat(self._descriptor)
+        names = {"device": status.st_dev, "inode": status.st_ino}
+        return {**names, "offset": self._position, "ends_in_line": self._ends_in_line}
+
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Continue at a position, if the path still names that file, and it is as long; else at its beginning."""
+        status, offset = os.fstat(self._descriptor), position.get("offset")
+        is_same = (position.get("device"), position.get("inode")) == (status.st_dev, status.st_ino)
+        self._ends_in_line = position.get("ends_in_line") is True
+        if is_same and type(offset) is int and 0 <= offset <= status.st_size:
+            self._position = offset
+        else:
+            self._position = sys.maxsize  # beyond the end, as after a truncation
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        # without O_NONBLOCK, opening a named pipe would wait for a writer
+        descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(
+                f"{self._path} is not a regular file; give its text on standard input: txl watch RUN < FILE"
+            )
+        return descriptor
+
+    def _read_or_restart(self) -> bytes:
+        if os.fstat(self._descriptor).st_size < self._position:
+            return self._restart(self._descriptor)
+        if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
+            self._position += len(block)
+            self._ends_in_line = not block.endswith(b"\n")
+            return block
+        try:
+            status, current = os.stat(self._path), os.fstat(self._descriptor)
+            if (status.st_dev, status.st_ino) == (current.st_dev, current.st_ino):
+                return b""
+            opened = self._open()
+        except FileNotFoundError:  # between the renaming of the old file and the creation of the new one
+            return b""
+        # what was written to the old file after it was read, and before it was renamed
+        if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
+            os.close(opened)
+            self._position += len(block)
+            self._ends_in_line = not block.endswith(b"\n")
+            return block
+        os.close(self._descriptor)
+        return self._restart(opened)
+
+    def _restart(self, descriptor: int) -> bytes:
+        """Continue at the beginning of a file, and return the end of the line that was cut off."""
+        self._descriptor, self._position = descriptor, 0
+        self.num_restarts += 1
+        cut, self._ends_in_line = self._ends_in_line, False
+        return b"\n" if cut else b""
+
+
+class SocketText:
+    """The lines that programs on this machine write to a socket, in the order in which they arrive, without an end.
+
+    The lines of several writers are not mixed; a writer that disconnects within a line ends it.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Listen.
+
+        Args:
+            address: the path of a Unix socket, which is created for this user alone, or HOST:PORT, where the host is of
+                this machine.
+
+        Raises:
+            UserError: the address is not one of this machine, or is in use.
+        """
+        self.name, self._path = address, None
+        host, colon, port = address.rpartition(":")
+        with as_user_error(f"listening at {address}"):
+            if colon and port.isdecimal() and "/" not in host:
+                self._server = _listening_port(host, int(port))
+            else:
+                self._path = Path(address)
+                self._server = _listening_path(self._path)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._lines: dict[socket.socket, bytes] = {}  # the line that each writer has begun
+
+    @property
+    def port(self) -> int:
+        """Number of the port."""
+        return int(self._server.getsockname()[1])
+
+    def read(self, seconds: float) -> bytes | None:
+        """Return the next lines, or an empty block if no line ends in time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                if key.fileobj is self._server:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and (block := self._receive(key.fileobj)):
+                    return block
+            if time.monotonic() >= deadline:
+                return b""
+
+    def position(self) -> dict[str, Any]:
+        """Return nothing: what was written to a socket is gone."""
+        return {}
+
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Close all connections and remove the socket."""
+        for connection in [*self._lines, self._server]:
+            connection.close()
+        self._selector.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the writer has gone
+            connection, _ = self._server.accept()
+            if len(self._lines) >= _MAX_WRITERS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            self._lines[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, connection: socket.socket) -> bytes:
+        """Return the whole lines that a writer has written; the begun one too if it is too long or the writer gone."""
+        try:
+            block = connection.recv(BLOCK_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError:  # the connection was reset
+            block = b""
+        text = self._lines[connection] + block
+        if not block:
+            self._selector.unregister(connection)
+            connection.close()
+            del self._lines[connection]
+            return text + b"\n" if text else b""
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) > _MAX_LINE_BYTES:
+            text += b"\n"
+            end = len(text)
+        self._lines[connection] = text[end:]
+        return text[:end]
+
+
+def _listening_port(host: str, port: int) -> socket.socket:
+    name = host.strip("[]")
+    try:
+        is_local = name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local or port >= 2**16:
+        raise UserError(f"{host}:{port} is not an address of this machine alone; give 127.0.0.1:PORT or a path")
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
+    return socket.create_server((name, port), family=family)
+
+
+def _listening_path(path: Path) -> socket.socket:
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise UserError(f"{path} is in use by another program; give another path, or stop that program")
+        path.unlink()  # left by a process that was killed
+    server = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)  # for this user alone
+    try:
+        server.bind(str(path))
+    except OSError as error:
+        server.close()
+        if "too long" in str(error):
+            raise UserError(f"{path}: the path of a socket has at most about 100 bytes; give a shorter one") from None
+        raise
+    finally:
+        os.umask(before)
+    server.listen()
+    return server
