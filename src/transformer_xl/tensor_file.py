@@ -26,8 +26,16 @@ _KEY = "transformer_xl"  # of the entry in the metadata of the safetensors heade
 _FORMAT = "1"  # version of the contents of that entry
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, private: bool = False
+) -> None:
     """Write tensors and metadata to `path` atomically.
+
+    Args:
+        path: the file.
+        tensors: the tensors by name.
+        metadata: the metadata.
+        private: whether only the owner may read the file.
 
     Raises:
         UserError: the file system refuses (full, read-only, no permission); an existing file is unchanged.
@@ -38,16 +46,18 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     # one metadata entry, because safetensors writes several in random order; equal contents should give equal files
     entry = json.dumps({**metadata, "sha256": _digest(separate, metadata)}, sort_keys=True)
     with atomic_file(path) as temporary:
-        write_safetensors(temporary, separate, {_KEY: entry})
+        write_safetensors(temporary, separate, {_KEY: entry}, private=private)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the default permissions of new files; safetensors makes it private to its owner.
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], *, private: bool = False
+) -> None:
+    """Write a safetensors file with the default permissions of new files, or, as safetensors does, for its owner alone.
 
     Raises:
         OSError: the file system refuses.
     """
-    path.touch()
+    path.touch(0o600 if private else 0o666)
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata=metadata)

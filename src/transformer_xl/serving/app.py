@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from transformer_xl import __version__
 from transformer_xl.config import UserError
@@ -231,6 +232,10 @@ def _add_errors(app: FastAPI) -> None:
         wrong = _explained(error.errors())
         return JSONResponse(wrong.body(), wrong.status)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)  # which nobody reads
+
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
         message = {404: "no such path", 405: "this path has no such method"}.get(error.status_code, error.detail)
@@ -291,8 +296,10 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
     )
     async def import_session(request: Request) -> dict[str, Any]:
         """Make a session from an exported file."""
-        content = await request.body()
-        session = await run_in_threadpool(sessions.imported, content, request.state.owner)
+        with sessions.importing() as received:
+            async for chunk in request.stream():
+                await run_in_threadpool(received.add, chunk)
+            session = await run_in_threadpool(sessions.imported, received, request.state.owner)
         return session.as_dict()
 
     @app.get("/v1/sessions/{session_id}")

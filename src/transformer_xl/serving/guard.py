@@ -126,7 +126,10 @@ class Guard:
     async def _checked_body(
         self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive
     ) -> Receive:
-        """Read the body, within its bound; return what the application receives in place of it."""
+        """Read the body, within its bounds; return what the application receives in place of it.
+
+        The file of a session is left to the application, which reads no more of it than it must.
+        """
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
         is_import = scope["path"] == "/v1/sessions/import"
@@ -135,32 +138,59 @@ class Guard:
         if length is not None and not (length.isascii() and length.isdecimal()):
             raise ApiError(400, "the header content-length is not a number")
         if length is not None and int(length[:20]) > limit:
-            raise self._too_large(limit)
-        chunks, size = list[bytes](), 0
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return _replayed(b"", receive)
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > limit:
-                        raise self._too_large(limit)
-                    if not message.get("more_body"):
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS} seconds") from None
-        wanted = "application/octet-stream" if is_import else "application/json"
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        # a form of another page can send a body of other types, but not of these
-        if kind != wanted and (size or scope["method"] != "DELETE"):
-            raise ApiError(415, f"the header content-type must be {wanted}")
-        return _replayed(b"".join(chunks), receive)
+            raise _too_large(limit)
+        receive = _bounded(receive, limit)
+        if is_import:
+            _check_type(headers, "application/octet-stream")
+            return receive
+        chunks = list[bytes]()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return _replayed(b"", receive)
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body"):
+                break
+        body = b"".join(chunks)
+        if body or scope["method"] != "DELETE":
+            _check_type(headers, "application/json")
+        return _replayed(body, receive)
 
-    @staticmethod
-    def _too_large(limit: int) -> ApiError:
-        return ApiError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+
+def _check_type(headers: dict[str, str], wanted: str) -> None:
+    # a form of another page can send a body of other types, but not of these
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
+        raise ApiError(415, f"the header content-type must be {wanted}", headers={"connection": "close"})
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+
+
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """Return a function that gives what arrives of a body, which has bounds in bytes and seconds, and then what comes.
+
+    It raises ApiError beyond these.
+    """
+    end, size, is_whole = asyncio.get_running_loop().time() + _BODY_SECONDS, 0, False
+
+    async def bounded() -> Message:
+        nonlocal size, is_whole
+        if is_whole:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(end):
+                message = await receive()
+        except TimeoutError:
+            message = f"the body did not arrive within {_BODY_SECONDS} seconds"
+            raise ApiError(408, message, headers={"connection": "close"}) from None
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise _too_large(limit)
+        is_whole = not message.get("more_body")
+        return message
+
+    return bounded
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -5,12 +5,14 @@ Shape suffixes: B batch size, M memory slots, P distances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, RelativeConfig, UserError
 from transformer_xl.device import Precision, resolve_dtype
@@ -30,6 +32,7 @@ READING_SLICE = 128
 """Tokens of a prompt that are read between two steps of the sequences that are being generated."""
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 @dataclass(eq=False)
@@ -191,6 +194,25 @@ class ServedModel:
             shapes[name] = dtype, shape
         return shapes
 
+    def state_bytes(self, state: MemoryState) -> int:
+        """Return the size of the tensors of a state with these counts, in bytes."""
+        return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in self.state_shapes(state).values())
+
+    @property
+    def max_slots(self) -> int:
+        """The largest number of memory slots of a state."""
+        return max(self.max_memory_length, self.generation_slots(0))
+
+    @property
+    def max_state_bytes(self) -> int:
+        """Size of the largest state, in bytes."""
+        return self.state_bytes(MemoryState({}, 0, self.max_slots, self.max_slots, self.max_slots))
+
+    @staticmethod
+    def dtype_name(tensor: Tensor) -> str:
+        """Return the dtype of a tensor, as safetensors writes it."""
+        return _SAFETENSORS_NAMES.get(tensor.dtype, "")
+
     @property
     def limits_text(self) -> str:
         """The attention window and the clamp length, with which keys and values were computed."""
@@ -221,8 +243,7 @@ class ServedModel:
         if probe.recent_BR is not None:
             self._state_layout.append(("recent", tuple(probe.recent_BR.shape), None, "I64"))
         segment_lengths = PREFILL_SEGMENT, self.plan.segment_length, self.run.config.train.num_inputs
-        longest = max(self.max_memory_length, self.generation_slots(0))
-        slots = longest + max(segment_lengths) if self.has_memory else 0
+        slots = self.max_slots + max(segment_lengths) if self.has_memory else 0
         memory = self.model.inference_memory(1, self._limits(slots))
         if not any(isinstance(cache, KeyValueCache) for cache in memory.layers):
             return

@@ -13,6 +13,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +38,6 @@ from transformer_xl.serving.sessions import SessionStore
 KEY_VARIABLE = "TXL_API_KEY"
 _MIN_KEY_CHARACTERS = 16
 _LOOPBACK_ADDRESSES = ("127.0.0.1", "::1", "localhost")
-_HEADER_BYTES = 2**20  # of the file of a session, at most
 _ANSWER_SECONDS = 5  # to send what requests get that are not finished in time
 
 
@@ -103,6 +103,7 @@ def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
     def count(path: str, status: int) -> None:
         runner.metrics.responses[path, status] += 1
 
+    guard = replace(guard, max_import_bytes=runner.sessions.max_file_bytes)
     return Guard(build_app(runner), guard, count)
 
 
@@ -177,8 +178,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     hosts = {*LOOPBACK_HOSTS, *(name.lower() for name in config.allowed_host)}
     if config.host not in ("0.0.0.0", "::"):
         hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
-    import_bytes = min(config.session_bytes + _HEADER_BYTES, 2**40)
-    return GuardSettings(hosts, keys, config.max_body_bytes, import_bytes, (PAGE_PREFIX,))
+    return GuardSettings(hosts, keys, config.max_body_bytes, open_prefixes=(PAGE_PREFIX,))
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -1,83 +1,41 @@
 """Sessions: memories that stay on the server from one request to the next.
 
 A session holds an immutable `MemoryState`: a branch or a snapshot is another name for the same state, and a request
-that fails leaves it as it was. Sessions belong to an API key, and their ids cannot be guessed. The least recently used
-ones are deleted where all together exceed a bound in bytes.
-
-A session as a file is a safetensors file with a checksum (`tensor_file.py`), and says which weights it belongs to.
+that fails leaves it as it was. Sessions belong to an API key, and their ids cannot be guessed. Where all together
+exceed a bound in bytes, the least recently used ones are deleted.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import secrets
 import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.files import remove_leftovers
+from transformer_xl.files import as_user_error, remove_leftovers
 from transformer_xl.progress import note
 from transformer_xl.serving.protocol import ApiError
 from transformer_xl.serving.rows import MemoryState
 from transformer_xl.serving.served_model import ServedModel
-from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.serving.session_file import (
+    ID_PATTERN,
+    MAX_HEADER_BYTES,
+    Session,
+    SessionHeader,
+    check_header,
+    header_bytes,
+    read_session,
+    write_session,
+)
 
-_ID = re.compile(r"(session|snapshot)-[A-Za-z0-9_-]{32}")
-_MAX_HEADER_BYTES = 2**20
-_BASE_BYTES = 4096  # of a session without a memory
 _UNKNOWN = "no session {!r} of this key: it was deleted, or the least recently used to make room, or never existed"
-
-
-@dataclass(frozen=True, eq=False)
-class Session:
-    """A session as it is now; a change makes another one with the same id."""
-
-    id: str
-    owner: str
-    """Digest of the API key that it belongs to."""
-    model: str
-    memory_length: int
-    """Memory length of its requests."""
-    state: MemoryState | None
-    """Its memory; None before its first request."""
-    created: float
-    """Seconds since 1970."""
-    parent: str | None = None
-    """Id of the session that it was branched from."""
-
-    @property
-    def is_snapshot(self) -> bool:
-        """Whether it never changes."""
-        return self.id.startswith("snapshot")
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the session in bytes."""
-        return _BASE_BYTES + (self.state.num_bytes if self.state else 0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what the API says about the session."""
-        return {
-            "id": self.id,
-            "object": "snapshot" if self.is_snapshot else "session",
-            "model": self.model,
-            "tokens": 0 if self.state is None else self.state.num_read + 1,
-            "memory_tokens": 0 if self.state is None else self.state.num_valid,
-            "memory_length": self.memory_length,
-            "bytes": self.num_bytes,
-            "created": int(self.created),
-            "parent": self.parent,
-        }
 
 
 class SessionStore:
@@ -98,6 +56,7 @@ class SessionStore:
         self._lock = threading.RLock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # the least recently used first
         self._busy: set[str] = set()
+        self._importing = threading.Lock()
         if folder is not None:
             self._load(folder)
 
@@ -128,29 +87,26 @@ class SessionStore:
             self._sessions.move_to_end(session_id)
             return session
 
+    @property
+    def max_file_bytes(self) -> int:
+        """Size of the largest file of a session that may be imported."""
+        largest = max(served.max_state_bytes for served in self._models.values())
+        return MAX_HEADER_BYTES + min(largest, self.max_bytes)
+
     def reserve(self, owner: str, model: str, memory_length: int) -> Session:
         """Return a session that exists only once it is committed; this request alone may change it until `release`."""
-        session = _new_session(owner, model, memory_length)
+        session = Session(_new_id(), owner, model, memory_length, None, time.time())
         with self._lock:
             self._busy.add(session.id)
         return session
 
-    def create(
-        self,
-        owner: str,
-        model: str,
-        memory_length: int,
-        state: MemoryState | None = None,
-        *,
-        parent: str | None = None,
-        kind: str = "session",
-    ) -> Session:
-        """Make a session.
+    def create(self, owner: str, model: str, memory_length: int) -> Session:
+        """Make a session without a memory.
 
         Raises:
             ApiError: it does not fit into the bound, or cannot be saved.
         """
-        session = _new_session(owner, model, memory_length, state, parent=parent, kind=kind)
+        session = Session(_new_id(), owner, model, memory_length, None, time.time())
         self._put(session)
         return session
 
@@ -160,9 +116,9 @@ class SessionStore:
         Raises:
             ApiError: as for `create`.
         """
-        return self.create(
-            session.owner, session.model, session.memory_length, session.state, parent=session.id, kind=kind
-        )
+        branch = replace(session, id=_new_id(kind), created=time.time(), parent=session.id)
+        self._put(branch)
+        return branch
 
     def acquire(self, session_id: str, owner: str) -> Session:
         """Return a session that this request alone may change, until `release`.
@@ -210,21 +166,35 @@ class SessionStore:
             self._write(replace(session, owner=""), path)
             return path.read_bytes()
 
-    def imported(self, content: bytes, owner: str) -> Session:
-        """Make a session from the contents of a file.
+    @contextmanager
+    def importing(self) -> Iterator[ReceivedFile]:
+        """Yield what receives the file of a session; only one at a time is received.
 
         Raises:
-            ApiError: it is no session of these models and weights, or is damaged.
+            ApiError: another one is being received.
+        """
+        if not self._importing.acquire(blocking=False):
+            message, headers = "another session is being imported; try again later", {"retry-after": "1"}
+            raise ApiError(429, message, code="import_busy", headers={**headers, "connection": "close"})
+        try:
+            with tempfile.TemporaryDirectory(prefix="txl-session-") as folder:
+                yield ReceivedFile(Path(folder) / "session.safetensors", self._models)
+        finally:
+            self._importing.release()
+
+    def imported(self, received: ReceivedFile, owner: str) -> Session:
+        """Make a session from a file that was received.
+
+        Raises:
+            ApiError: it is no session of these models and weights, or is damaged, or does not fit into the bound.
         """
         try:
-            check_header(content, self._models)
-            with tempfile.TemporaryDirectory(prefix="txl-session-") as folder:
-                path = Path(folder) / "session.safetensors"
-                path.write_bytes(content)
-                session = read_session(path, self._models)
+            session = read_session(received.finish(), self._models)
         except UserError as error:
             raise ApiError(400, str(error)) from None
-        return self.create(owner, session.model, session.memory_length, session.state)
+        session = replace(session, id=_new_id(), owner=owner, created=time.time(), parent=None)
+        self._put(session)
+        return session
 
     def _check_free(self, session_id: str) -> None:
         if session_id in self._busy:
@@ -259,159 +229,110 @@ class SessionStore:
             (self._folder / f"{session_id}.safetensors").unlink(missing_ok=True)
 
     def _write(self, session: Session, path: Path) -> None:
-        served, state = self._models[session.model], session.state
-        tensors = {} if state is None else {**state.tensors}
-        values: dict[str, Any] = {
-            "id": session.id,
-            "owner": session.owner,
-            "memory_length": session.memory_length,
-            "created": session.created,
-            "parent": session.parent,
-            "weights_sha256": served.weights_sha256,
-            "limits": served.limits_text,
-        }
-        if state is not None:
-            names = ("newest", "num_valid", "num_read", "memory_length")
-            values["state"] = {name: getattr(state, name) for name in names}
-        # safetensors needs at least one tensor for its checksum to cover
-        save_tensors(path, {**tensors, "txl_session": torch.zeros(1)}, {"session": json.dumps(values)})
-        path.chmod(0o600)
+        write_session(path, session, self._models[session.model])
 
     def _load(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        """Read the sessions of a folder, as many of the most recently used as there is room for."""
+        with as_user_error(f"--sessions {folder}"):
+            folder.mkdir(0o700, parents=True, exist_ok=True)
             remove_leftovers(folder)
-            files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-        except OSError as error:
-            raise UserError(f"--sessions {folder}: {error.strerror or error}") from None
+            files = list(folder.glob("*.safetensors"))
+        found: list[tuple[float, Path, SessionHeader]] = []
         for file in files:
             try:
-                if not _ID.fullmatch(file.stem):
-                    raise UserError("its name is not that of a session")
-                with file.open("rb") as opened:
-                    check_header(opened.read(8 + _MAX_HEADER_BYTES), self._models, num_bytes=file.stat().st_size)
-                session = read_session(file, self._models)
-                if session.id != file.stem:
-                    raise UserError("it was renamed")
+                found.append((file.stat().st_mtime, file, self._file_header(file)))
             except (UserError, OSError) as error:
-                note(f"{file} is left out: {error}")
+                _leave_out(file, error)
+        found.sort(key=lambda entry: entry[0], reverse=True)
+        left = self.max_bytes
+        num_left_out = 0
+        for _, file, header in found:
+            left -= header.num_bytes
+            if left < 0:
+                num_left_out += 1  # the file stays: the bound may be raised again
+                continue
+            try:
+                session = read_session(file, self._models)
+            except (UserError, OSError) as error:
+                _leave_out(file, error)
+                left += header.num_bytes
                 continue
             self._sessions[session.id] = session
-        while self.num_bytes > self.max_bytes and self._sessions:
-            self._sessions.popitem(last=False)  # the file stays: the bound may be raised again
+            self._sessions.move_to_end(session.id, last=False)
+        if num_left_out:
+            note(f"--sessions {folder}: {num_left_out} of them are left out, for which --session-bytes has no room")
+
+    def _file_header(self, file: Path) -> SessionHeader:
+        """Return what the header of a file in the folder of sessions says.
+
+        Raises:
+            UserError: it is not that of a session, or the file was renamed or cut.
+            OSError: it cannot be read.
+        """
+        if not re.fullmatch(ID_PATTERN, file.stem):
+            raise UserError("its name is not that of a session")
+        if not file.is_file():  # to open a pipe would wait
+            raise UserError("it is not a file")
+        with file.open("rb") as opened:
+            header = check_header(opened.read(8 + MAX_HEADER_BYTES), self._models)
+        if header.session.id != file.stem:
+            raise UserError("it was renamed")
+        if header.file_bytes != file.stat().st_size:
+            raise UserError("it is longer or shorter than its header says")
+        return header
 
 
-def _new_session(
-    owner: str,
-    model: str,
-    memory_length: int,
-    state: MemoryState | None = None,
-    *,
-    parent: str | None = None,
-    kind: str = "session",
-) -> Session:
-    session_id = f"{kind}-{secrets.token_urlsafe(24)}"
-    return Session(session_id, owner, model, memory_length, state, time.time(), parent)
+class ReceivedFile:
+    """The file of a session while it is received; its header is checked before more than that is kept."""
+
+    def __init__(self, path: Path, models: Mapping[str, ServedModel]) -> None:
+        """Prepare to write the file at `path`."""
+        self._path, self._models = path, models
+        self._beginning, self._num_bytes = bytearray(), 0
+        self._header: SessionHeader | None = None
+
+    def add(self, chunk: bytes) -> None:
+        """Add what has arrived.
+
+        Raises:
+            ApiError: it is no session of these models, or cannot be written.
+        """
+        try:
+            self._num_bytes += len(chunk)
+            if self._header is None:
+                self._beginning += chunk
+                if len(self._beginning) < 8 or len(self._beginning) < header_bytes(self._beginning):
+                    return
+                self._header = check_header(bytes(self._beginning), self._models)
+                chunk = bytes(self._beginning)
+            self._check_length(self._num_bytes <= self._header.file_bytes)
+        except UserError as error:
+            raise ApiError(400, str(error), headers={"connection": "close"}) from None
+        try:
+            with as_user_error("writing the file of a session"), self._path.open("ab") as file:
+                file.write(chunk)
+        except UserError as error:
+            note(str(error))
+            raise ApiError(507, "the session could not be written; the server's log says why") from None
+
+    def finish(self) -> Path:
+        """Return the whole file.
+
+        Raises:
+            UserError: it has ended too early.
+        """
+        self._check_length(self._header is not None and self._num_bytes == self._header.file_bytes)
+        return self._path
+
+    @staticmethod
+    def _check_length(is_right: bool) -> None:
+        if not is_right:
+            raise UserError("the file of the session is longer or shorter than its header says")
 
 
-def check_header(content: bytes, models: Mapping[str, ServedModel], *, num_bytes: int | None = None) -> None:
-    """Check the header of a session's file before anything is allocated: its size, the model, names and shapes.
-
-    Args:
-        content: the file, or the beginning of it.
-        models: the models by name.
-        num_bytes: size of the whole file, or None if `content` is the whole.
-
-    Raises:
-        UserError: it is not a session of one of these models.
-    """
-    num_bytes = len(content) if num_bytes is None else num_bytes
-    size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or size > min(_MAX_HEADER_BYTES, num_bytes - 8):
-        raise UserError("this is not the file of a session: its header is too long, or not there")
-    try:
-        header = json.loads(content[8 : 8 + size])
-        metadata = header.pop("__metadata__")
-        values = json.loads(json.loads(metadata["transformer_xl"])["session"])
-        shapes = {
-            name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in header.items()
-            if name != "txl_session"
-        }
-        served, state = _model_of(values, models), values.get("state")
-        no_memory: dict[str, tuple[str, tuple[int, ...]]] = {}
-        expected = no_memory if state is None else served.state_shapes(_counts(state, served))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError("this is not the file of a session: its header is not readable") from None
-    if shapes != expected:
-        raise UserError("the memory in this file has another shape than this model and memory length need")
+def _new_id(kind: str = "session") -> str:
+    return f"{kind}-{secrets.token_urlsafe(24)}"
 
 
-def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
-    """Read the file of a session whose header was checked.
-
-    Raises:
-        UserError: it is damaged, or its values are not finite or out of range.
-    """
-    try:
-        tensors, metadata = load_tensors(path)
-    except UserError:
-        raise UserError("the file of the session is damaged: its checksum does not match its contents") from None
-    tensors.pop("txl_session", None)
-    values = json.loads(metadata["session"])
-    served, state = _model_of(values, models), None
-    if values.get("state") is not None:
-        counts = _counts(values["state"], served)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
-            # ids of tokens; those for n-gram embeddings are one higher
-            bound = served.model.config.vocab_size + (name == "recent")
-            if not tensor.is_floating_point() and bool(((tensor < 0) | (tensor >= bound)).any()):
-                raise UserError(f"the memory in this file has token ids that are not in the vocabulary ({name})")
-        state = replace(counts, tensors=tensors)
-    memory_length = served.check_memory_length(_whole(values["memory_length"]))
-    parent, created = values.get("parent"), float(values["created"])
-    return Session(
-        str(values["id"]),
-        str(values["owner"]),
-        served.name,
-        memory_length,
-        state,
-        created if math.isfinite(created) else 0.0,
-        parent if parent is None else str(parent)[:100],
-    )
-
-
-def _model_of(values: Mapping[str, Any], models: Mapping[str, ServedModel]) -> ServedModel:
-    for served in models.values():
-        if served.weights_sha256 == values["weights_sha256"]:
-            if values["limits"] != served.limits_text:
-                raise UserError("this session was made with another attention window or clamp length")
-            return served
-    raise UserError("this session belongs to other weights than those of the models that are served")
-
-
-def _counts(values: Mapping[str, Any], served: ServedModel) -> MemoryState:
-    """Return the counts of a state, without its tensors.
-
-    Raises:
-        UserError: they are out of range.
-    """
-    newest, num_valid, num_read, length = (
-        _whole(values[name]) for name in ("newest", "num_valid", "num_read", "memory_length")
-    )
-    longest = max(served.max_memory_length, served.generation_slots(0))
-    if newest >= served.model.config.vocab_size or not num_valid <= min(num_read, length) or length > longest:
-        raise UserError("the counts of tokens in this session are out of range")
-    if num_valid != min(num_read, length):
-        raise UserError("the counts of tokens in this session contradict each other")
-    return MemoryState({}, newest, num_valid, num_read, length)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise UserError("a number in this session is out of range")
-    return value
+def _leave_out(file: Path, error: Exception) -> None:
+    note(f"{file} is left out: {error}")

@@ -1,0 +1,254 @@
+"""A session, and the file as which it is saved, exported and imported.
+
+The file is a safetensors file with a checksum (`tensor_file.py`). Its header names the weights that it belongs to, and
+is checked before anything else of it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from transformer_xl.config import UserError
+from transformer_xl.serving.rows import MemoryState
+from transformer_xl.serving.served_model import ServedModel
+from transformer_xl.tensor_file import load_tensors, save_tensors
+
+MAX_HEADER_BYTES = 2**20
+ID_PATTERN = r"^(session|snapshot)-[A-Za-z0-9_-]{32}$"
+
+_BASE_BYTES = 4096  # of a session without a memory
+_NO_SESSION = "this is not the file of a session: its header is {}"
+_Shapes = dict[str, tuple[str, tuple[int, ...]]]  # dtype, as safetensors writes it, and shape of tensors by name
+# safetensors needs at least one tensor for its checksum to cover
+_EMPTY_TENSOR: _Shapes = {"txl_session": ("F32", (1,))}
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A session as it is now; a change makes another one with the same id."""
+
+    id: str
+    owner: str
+    """Digest of the API key that it belongs to."""
+    model: str
+    memory_length: int
+    """Memory length of its requests."""
+    state: MemoryState | None
+    """Its memory; None before its first request."""
+    created: float
+    """Seconds since 1970."""
+    parent: str | None = None
+    """Id of the session that it was branched from."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it never changes."""
+        return self.id.startswith("snapshot")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the session in bytes."""
+        return _BASE_BYTES + (self.state.num_bytes if self.state else 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the API says about the session."""
+        return {
+            "id": self.id,
+            "object": "snapshot" if self.is_snapshot else "session",
+            "model": self.model,
+            "tokens": 0 if self.state is None else self.state.num_read + 1,
+            "memory_tokens": 0 if self.state is None else self.state.num_valid,
+            "memory_length": self.memory_length,
+            "bytes": self.num_bytes,
+            "created": int(self.created),
+            "parent": self.parent,
+        }
+
+
+@dataclass(frozen=True)
+class SessionHeader:
+    """What the header of a session's file says, checked against the models."""
+
+    session: Session
+    """The session; its state has no tensors."""
+    num_bytes: int
+    """Size of the session in bytes, once it is read."""
+    file_bytes: int
+    """Size of the whole file."""
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _StateValues(_Values):
+    """The counts of a state in the header, as in `MemoryState`."""
+
+    newest: _Count
+    num_valid: _Count
+    num_read: _Count
+    memory_length: _Count
+
+
+class _SessionValues(_Values):
+    """A session in the header, without its tensors."""
+
+    id: Annotated[str, Field(pattern=ID_PATTERN)]
+    owner: _Text
+    model: _Text
+    memory_length: _Count
+    created: Annotated[float, Field(ge=0, lt=2**53)]
+    parent: _Text | None
+    weights_sha256: _Text
+    limits: _Text
+    """What else the keys and values were computed with, `ServedModel.limits_text`."""
+    state: _StateValues | None
+
+
+def write_session(path: Path, session: Session, served: ServedModel) -> None:
+    """Write a session atomically as a file that only its owner can read.
+
+    Raises:
+        UserError: the file system refuses.
+    """
+    state = session.state
+    values = _SessionValues(
+        id=session.id,
+        owner=session.owner,
+        model=session.model,
+        memory_length=session.memory_length,
+        created=session.created,
+        parent=session.parent,
+        weights_sha256=served.weights_sha256,
+        limits=served.limits_text,
+        state=None
+        if state is None
+        else _StateValues(**{name: getattr(state, name) for name in _StateValues.model_fields}),
+    )
+    tensors = {} if state is None else state.tensors
+    metadata = {"session": values.model_dump_json()}
+    save_tensors(path, {**tensors, "txl_session": torch.zeros(1)}, metadata, private=True)
+
+
+def header_bytes(beginning: bytes | bytearray) -> int:
+    """Return the number of bytes up to the end of the header, by the first 8 bytes of a file.
+
+    Raises:
+        UserError: there are fewer, or the header is longer than that of any session.
+    """
+    size = int.from_bytes(beginning[:8], "little")
+    if len(beginning) < 8 or size > MAX_HEADER_BYTES:
+        raise UserError(_NO_SESSION.format("too long, or not there"))
+    return 8 + size
+
+
+def check_header(beginning: bytes, models: Mapping[str, ServedModel]) -> SessionHeader:
+    """Check the header of a session's file before anything is allocated: its values, the model, names and shapes.
+
+    Args:
+        beginning: the file, at least up to the end of its header.
+        models: the models by name.
+
+    Raises:
+        UserError: it is not a session of one of these models.
+    """
+    end = header_bytes(beginning)
+    if len(beginning) < end:
+        raise UserError(_NO_SESSION.format("cut"))
+    try:
+        header = json.loads(beginning[8:end])
+        text = json.loads(header.pop("__metadata__")["transformer_xl"])["session"]
+        shapes = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(_NO_SESSION.format("not readable")) from None
+    session, served = _described(text, models)
+    _check_shapes(shapes, session, served)
+    num_bytes = 0 if session.state is None else served.state_bytes(session.state)
+    return SessionHeader(session, _BASE_BYTES + num_bytes, end + num_bytes + 4)
+
+
+def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
+    """Read the file of a session whose header was checked.
+
+    Raises:
+        UserError: it is damaged, or its values are not finite or out of range.
+    """
+    try:
+        tensors, metadata = load_tensors(path)
+    except UserError:
+        raise UserError("the file of the session is damaged: its checksum does not match its contents") from None
+    session, served = _described(metadata.get("session"), models)
+    names = {name: (served.dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    _check_shapes(names, session, served)
+    del tensors["txl_session"]
+    if session.state is None:
+        return session
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
+        # ids of tokens; those for n-gram embeddings are one higher
+        bound = served.model.config.vocab_size + (name == "recent")
+        if not tensor.is_floating_point() and bool(((tensor < 0) | (tensor >= bound)).any()):
+            raise UserError(f"the memory in this file has token ids that are not in the vocabulary ({name})")
+    return replace(session, state=replace(session.state, tensors=tensors))
+
+
+def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
+    """Return a session without its tensors, by the JSON in its header, and its model.
+
+    Raises:
+        UserError: a value is missing or wrong, or it fits none of the models.
+    """
+    try:
+        values = _SessionValues.model_validate(json.loads(text) if isinstance(text, str) else None)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "all of them"
+        raise UserError(f"the values in the header of this session are malformed: {name}: {first['msg']}") from None
+    except (ValueError, RecursionError):
+        raise UserError(_NO_SESSION.format("not readable")) from None
+    same = [served for served in models.values() if served.weights_sha256 == values.weights_sha256]
+    problem = UserError("this session belongs to other weights than those of the models that are served")
+    for served in sorted(same, key=lambda one: one.name != values.model):  # runs may have the same weights
+        try:
+            if values.limits != served.limits_text:
+                raise UserError("this session was made with another attention window or clamp length")
+            length = served.check_memory_length(values.memory_length)
+            state = None if values.state is None else _counts(values.state, served)
+        except UserError as error:
+            problem = error
+            continue
+        session = Session(values.id, values.owner, served.name, length, state, values.created, values.parent)
+        return session, served
+    raise problem
+
+
+def _check_shapes(shapes: _Shapes, session: Session, served: ServedModel) -> None:
+    state_shapes: _Shapes = {} if session.state is None else served.state_shapes(session.state)
+    if shapes != {**state_shapes, **_EMPTY_TENSOR}:
+        raise UserError("the memory in this file has another shape than this model and memory length need")
+
+
+def _counts(values: _StateValues, served: ServedModel) -> MemoryState:
+    """Return a state without its tensors.
+
+    Raises:
+        UserError: its counts are out of range.
+    """
+    state = MemoryState({}, **values.model_dump())
+    if state.newest >= served.model.config.vocab_size or state.memory_length > served.max_slots:
+        raise UserError("the counts of tokens in this session are out of range")
+    if state.num_valid != min(state.num_read, state.memory_length):
+        raise UserError("the counts of tokens in this session contradict each other")
+    return state
