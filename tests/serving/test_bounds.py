@@ -259,3 +259,27 @@ def test_timeout_ends_a_request_whose_client_does_not_read(run: Run) -> None:
 
         asyncio.run(asyncio.wait_for(go(), 30))
         assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 0
+
+
+KEYS = "first-key-of-the-tests", "other-key-of-the-tests"
+
+
+def headers_of(path: Path) -> list[dict[str, str]]:
+    """Write a file of two keys; return the headers of requests with each."""
+    path.write_text("\n".join(KEYS))
+    path.chmod(0o600)
+    return [{"authorization": f"Bearer {key}"} for key in KEYS]
+
+
+def test_sessions_of_the_key_with_the_most_bytes_make_room(run: Run, tmp_path: Path) -> None:
+    many, few = headers_of(tmp_path / "keys")
+    with running({"tiny": run}, api_key_file=str(tmp_path / "keys"), session_bytes=60_000) as (client, _):
+
+        def make(headers: dict[str, str]) -> str:
+            return client.post("/v1/sessions", json={"model": "tiny"}, headers=headers).json()["id"]
+
+        kept = [make(few), make(few)]
+        made = [make(many) for _ in range(30)]
+        assert [client.get(f"/v1/sessions/{one}", headers=few).status_code for one in kept] == [200, 200]
+        left = [one for one in made if client.get(f"/v1/sessions/{one}", headers=many).status_code == 200]
+        assert left == made[-12:]  # 60,000 // 4,096 together with the other two

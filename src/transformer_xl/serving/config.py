@@ -42,7 +42,8 @@ class ServerConfig(Settings):
     sessions: str | None = None
     """Folder where sessions are saved, so that they survive a restart; none: they are kept in memory alone."""
     session_bytes: int = Field(default=2**30, ge=0, le=2**50)
-    """Size of all sessions together in bytes; the least recently used are deleted when there is no room."""
+    """Size of all sessions together in bytes; when there is no room, the least recently used
+    of the key that has the most bytes are deleted."""
     chat_template: str | None = None
     """Text that each message of a chat becomes, such as '{role}: {content}\\n'; plain: that one. none:
     /v1/chat/completions is refused."""

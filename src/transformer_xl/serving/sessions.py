@@ -2,7 +2,7 @@
 
 A session holds an immutable `MemoryState`: a branch or a snapshot is another name for the same state, and a request
 that fails leaves it as it was. Sessions belong to an API key, and their ids cannot be guessed. Where all together
-exceed a bound in bytes, the least recently used ones are deleted.
+exceed a bound in bytes, those of the key that has the most bytes are deleted, the least recently used first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -202,7 +202,7 @@ class SessionStore:
             raise ApiError(409, message, param="session", code="session_busy")
 
     def _put(self, session: Session) -> None:
-        """Save and add a session, and delete the least recently used ones for which there is no room."""
+        """Save and add a session, and delete others for which there is no room."""
         if session.num_bytes > self.max_bytes:
             raise ApiError(
                 507,
@@ -219,9 +219,20 @@ class SessionStore:
         with self._lock:
             self._sessions[session.id] = session
             self._sessions.move_to_end(session.id)
-            unused = [one for one in self._sessions if one not in self._busy and one != session.id]
-            while self.num_bytes > self.max_bytes and unused:
-                self._remove(unused.pop(0))
+            self._make_room(session.id)
+
+    def _make_room(self, kept: str) -> None:
+        """Delete sessions of the owner whose have the most bytes, the least recently used first, but not `kept`."""
+        sizes = Counter[str]()
+        for one in self._sessions.values():
+            sizes[one.owner] += one.num_bytes
+        while sizes.total() > self.max_bytes:
+            unused = [one for one in self._sessions.values() if one.id not in self._busy and one.id != kept]
+            if not unused:
+                return
+            removed = max(unused, key=lambda one: sizes[one.owner])  # the first of them
+            sizes[removed.owner] -= removed.num_bytes
+            self._remove(removed.id)
 
     def _remove(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
