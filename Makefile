@@ -63,6 +63,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: packages (the first time some hundred MB, a few minutes)"
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
+	@echo "setup: native operators (about a minute)"
+	@$(BIN)/txl info --build-native > /dev/null || echo "setup: without native operators, which only make a CPU faster"
 	@touch $@
 	@echo "setup: done"
 

@@ -105,6 +105,8 @@ class CheckpointRecord(Settings):
     """The fields of `TrainerState`: the step, the position in the training data and so on."""
     files: dict[str, str]
     """sha256 of each file in `training/`, by name."""
+    attn_implementation: str | None = None
+    """The attention kernel that training used; None for a model without one."""
     config: dict[str, Any] | None = None
     """The settings that training had, as in config.yaml."""
 

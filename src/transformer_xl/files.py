@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,6 +76,31 @@ def as_path(path: Path | str | os.PathLike[str], name: str, advice: str = "give 
     """
     check_type(path, (str, os.PathLike), name, advice)
     return Path(path)
+
+
+def cache_folder() -> Path:
+    """Return the folder for downloads and libraries: TXL_CACHE, else transformer-xl in XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TXL_CACHE") or Path(home, "transformer-xl"))
+
+
+def check_private(path: Path) -> None:
+    """Check that nobody else can put a library into a folder, which would run as this user.
+
+    Raises:
+        UserError: another user owns it or can write to it, or could replace one of the folders that it is in.
+    """
+    with as_user_error(f"reading {path}"):
+        for place in (path, *path.resolve().parents):
+            info = place.stat()
+            others = stat.S_IWOTH | (stat.S_IWGRP if place == path else 0)
+            # in a shared folder with the sticky bit, others cannot replace what they do not own
+            shared = info.st_mode & others and not (place != path and info.st_mode & stat.S_ISVTX)
+            if shared or info.st_uid not in ((os.getuid(),) if place == path else (os.getuid(), 0)):
+                fault = "others can write to it" if shared else "it belongs to another user"
+                raise UserError(
+                    f"{path} is no safe place for libraries ({place}: {fault}); set TXL_CACHE to a folder of your own"
+                )
 
 
 def check_is_new(path: Path) -> None:

@@ -6,6 +6,8 @@ Constants of the CPU kernel that some tests change: `_BLOCK_QUERIES` is the numb
 `_BUFFER_BYTES` the size that a buffer may have (with 1, as few heads are computed at once as possible), and
 `_MIN_BLOCK_SCORES` the number of scores below which a pass without gradient computes no blocks.
 
+The native kernel is tested where it is built (`txl info --build-native`).
+
 Shape suffixes: B batch size, T queries, S = memory slots + T keys, P distances, N heads, H head width, X any length.
 """
 
@@ -14,15 +16,21 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from native_operators import NATIVE, needs_native
 from reference import KeyMask, attention
 from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.reference import attention_terms, weighted_values
+from transformer_xl.native import operators
 
 BATCH, HEADS, WIDTH = 2, 3, 5  # WIDTH: H
-ON_CPU = [name for name, kernel in KERNELS.items() if kernel.fits(torch.device("cpu"), torch.float64)]
+ON_CPU = [
+    NATIVE if name == "native" else name
+    for name, kernel in KERNELS.items()
+    if name == "native" or kernel.fits(torch.device("cpu"), torch.float64)
+]
 
 # T new tokens, M memory slots, valid slots of each batch row, attention window
 CASES = {
@@ -74,8 +82,11 @@ def test_kernel_equals_oracle(name, case):
             torch.testing.assert_close(KERNELS[name].attend(inputs, mask, 0.0), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"_BLOCK_QUERIES": 2, "_BUFFER_BYTES": 1}])
-def test_cpu_kernel_uses_one_dropout_mask_in_both_passes(monkeypatch, sizes):
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [("cpu", {}), ("cpu", {"_BLOCK_QUERIES": 2, "_BUFFER_BYTES": 1}), pytest.param("native", {}, marks=needs_native)],
+)
+def test_one_dropout_mask_is_used_in_both_passes(monkeypatch, kernel, sizes):
     """One-hot values reveal the mask, because the output is linear in the values; output and gradients must then be
     those of a softmax times that mask."""
     for name, size in sizes.items():
@@ -86,7 +97,7 @@ def test_cpu_kernel_uses_one_dropout_mask_in_both_passes(monkeypatch, sizes):
 
     def attend(attention_inputs, seed):
         torch.manual_seed(seed)
-        return KERNELS["cpu"].attend(attention_inputs, AttentionMask(None), dropout)
+        return KERNELS[kernel].attend(attention_inputs, AttentionMask(None), dropout)
 
     weight_BNTS = torch.zeros(BATCH, HEADS, num_queries, num_keys, dtype=torch.float64)
     for key in range(num_keys):
@@ -161,7 +172,8 @@ def test_terms_add_up_and_probabilities_sum_to_one():
 
 def test_choose_returns_the_fastest_kernel_that_fits():
     cpu = torch.device("cpu")
-    assert choose("auto", cpu, torch.float32).name == "cpu"
+    assert choose("auto", cpu, torch.float32).name == ("native" if operators() else "cpu")
+    assert choose("auto", cpu, torch.float16).name == "cpu"
     assert choose("auto", torch.device("cuda"), torch.float32).name == ("triton" if find_spec("triton") else "sdpa")
     assert choose("auto", torch.device("cuda"), torch.float64).name == "sdpa"
     assert choose("auto", cpu, torch.complex64).name == "reference"  # the only kernel for every dtype
@@ -273,3 +285,88 @@ def test_cpu_kernel_draws_the_same_dropout_mask_with_any_number_of_threads(monke
         results.append(with_gradients(out_BTNH, inputs, out_BTNH.pow(2).sum()))
     for other in results[1:]:
         assert_same_tensors(other, results[0], atol=1e-12)
+
+
+# T, M, H, window, num_clamped, valid slots of each batch row; several blocks of queries and chunks of keys
+LARGE = {
+    "one block": (64, 64, 8, None, 0, None),
+    "odd sizes": (131, 257, 7, None, 0, None),
+    "window": (131, 257, 8, 101, 0, None),
+    "window, clamped, padding": (131, 400, 6, 301, 170, [10, -50, 400]),
+    "many clamped": (70, 700, 41, None, 500, None),
+    "long memory, smaller blocks": (33, 2100, 4, 2000, 500, None),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("case", LARGE)
+def test_native_kernel_equals_the_reference_kernel_over_several_blocks(case):
+    """In float64 to rounding; in float32 with a relative error of 1e-5 at most, the goal of this kernel."""
+    num_queries, num_memory, width, window, num_clamped, valid = LARGE[case]
+    num_keys, generator = num_queries + num_memory, torch.Generator().manual_seed(3)
+    num_distances = min(num_keys, window or num_keys) - num_clamped
+    shapes = [
+        (3, num_queries, 2, width), (3, num_keys, 2, width), (3, num_keys, 2, width), (num_distances, 2, width),
+        (2, width), (2, width), (3, num_queries, 2, width),
+    ]  # fmt: skip
+    *tensors, weight_BTNH = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    mask = AttentionMask(None if valid is None else torch.tensor(valid), num_clamped)
+    if valid is not None:  # outputs of padding are meaningless
+        for row, count in enumerate(valid):
+            weight_BTNH[row, : max(0, -count)] = 0
+    results = {}
+    for kernel, dtype in (("reference", torch.float64), ("native", torch.float64), ("native", torch.float32)):
+        inputs = AttentionInputs(*(tensor.to(dtype).requires_grad_() for tensor in tensors))
+        out_BTNH = KERNELS[kernel].attend(inputs, mask, 0.0) * (weight_BTNH != 0)
+        results[kernel, dtype] = with_gradients(out_BTNH, inputs, (out_BTNH * weight_BTNH.to(dtype)).sum())
+    expected = results["reference", torch.float64]
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
+        for name, tensor in results["native", dtype].items():
+            assert (tensor - expected[name]).norm() <= tolerance * expected[name].norm(), (name, dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_native_kernel_has_the_same_numbers_with_any_number_of_threads(dtype, dropout):
+    """Bit for bit, also if the number changes between the passes."""
+    tensors, results, before = random_inputs(70, 90, None).tensors(), [], torch.get_num_threads()
+    try:
+        for forward, backward in ((1, 1), (3, 3), (1, 3), (5, 2)):  # numbers of threads in each pass
+            inputs = AttentionInputs(*(tensor.detach().to(dtype).requires_grad_() for tensor in tensors))
+            torch.manual_seed(3)
+            torch.set_num_threads(forward)
+            out_BTNH = KERNELS["native"].attend(inputs, AttentionMask(torch.tensor([90, 17])), dropout)
+            torch.set_num_threads(backward)
+            results.append(with_gradients(out_BTNH, inputs, out_BTNH.float().pow(2).sum()))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert_same_tensors(other, results[0], atol=0)
+
+
+@needs_native
+def test_native_dropout_drops_the_given_share_and_differs_between_queries():
+    """Values of one, so that an output is the sum of what is kept; equal scores, so that each probability is 1 / S."""
+    inputs = AttentionInputs(*(torch.zeros_like(tensor) for tensor in random_inputs(50, 950, None).tensors()))
+    inputs = replace(inputs, v_BSNH=torch.ones_like(inputs.v_BSNH))
+    torch.manual_seed(1)
+    out_BTNH = KERNELS["native"].attend(inputs, AttentionMask(None), 0.25)
+    kept_BTN = out_BTNH[..., 0] * torch.arange(951, 1001)[:, None] * 0.75
+    torch.testing.assert_close(kept_BTN, kept_BTN.round(), rtol=0, atol=1e-6)
+    assert kept_BTN.sum() / kept_BTN.numel() == pytest.approx(0.75 * 975.5, rel=0.01)
+    assert kept_BTN.std() == pytest.approx((975.5 * 0.75 * 0.25) ** 0.5, rel=0.25)  # that of independent draws
+
+
+@needs_native
+def test_native_operators_pass_torch_s_checks():
+    """Schemas, shapes on the meta device, autograd and torch.compile's dispatch."""
+    tensors = [tensor.detach().float().requires_grad_() for tensor in random_inputs(5, 7, None).tensors()]
+    valid_B, seed = torch.tensor([3, 7]), torch.tensor(5)
+    torch.library.opcheck(operators().attention.default, (tensors, valid_B, seed, 0.2, 0))
+    detached = [tensor.detach() for tensor in tensors]
+    out_BTNH, lse_BNT = operators().attention(detached, valid_B, None, 0.0, 0)
+    checks = ("test_schema", "test_faketensor")  # these have no gradients
+    backward = (out_BTNH, lse_BNT, detached, valid_B, None, 0.0, 0)
+    torch.library.opcheck(operators().attention_backward.default, backward, test_utils=checks)
+    torch.library.opcheck(operators().attention_decode.default, (detached, None, 0), test_utils=checks)

@@ -21,7 +21,7 @@ SRC = Path(__file__).parents[2] / "src" / "transformer_xl"
 RANKS = (
     {"config"},
     {"display", "files", "progress"},
-    {"device", "tensor_file"},
+    {"device", "tensor_file", "native"},
     {"text", "model", "checkpoint_record"},
     {"run_folder"},
     {"evaluation"},
@@ -37,7 +37,7 @@ RANKS = (
 RANK_OF = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
 # parts that may import less than their rank allows
 RESTRICTED = {
-    "model": {"config", "display", "files", "progress", "device", "tensor_file"},
+    "model": {"config", "display", "files", "progress", "device", "tensor_file", "native"},
     "text": {"config", "display", "files"},
 }
 

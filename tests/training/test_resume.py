@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from native_operators import needs_native
 from refusals import txl
 from tensors import assert_same_tensors
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
@@ -95,3 +96,35 @@ def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *
     assert trainer.folder.best_known() == (9, last)
     best = txl("info", path, "--json").object["run"]["checkpoint"]
     assert (best["step"], best["valid_nats_per_token"]) == (9, last)
+
+
+@needs_native
+@pytest.mark.parametrize("first", ["native", "cpu"])
+def test_run_is_resumed_with_the_kernel_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Bit for bit, also where the native operators are built between stop and resume."""
+    corpus, model = letters_corpus(tmp_path / "corpus", num_valid=0), {"attention_dropout": 0.3}
+    with monkeypatch.context() as patch:
+        if first == "cpu":
+            patch.setattr("transformer_xl.native.operators", lambda: None)
+        whole = start(tmp_path / "whole", corpus, model=model)
+        whole.run()
+        trainer = start(tmp_path / "run", corpus, model=model)
+        train_until(trainer, 9)
+    trainer = reopened(trainer)
+    assert trainer.attn_implementation == whole.attn_implementation == first
+    trainer.run()
+    assert nats_of(trainer) == nats_of(whole)
+
+
+@needs_native
+def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0))
+    train_until(trainer, 9)
+    monkeypatch.setattr("transformer_xl.native.operators", lambda: None)
+    trainer = Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU)
+    (warning,) = trainer.resume()
+    assert "trained with the attention kernel native, which is not available here" in warning
+    assert trainer.attn_implementation == "cpu"
+    assert trainer.run()

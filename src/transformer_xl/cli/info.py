@@ -13,6 +13,7 @@ from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOption
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import RelativeConfig, UserError
 from transformer_xl.files import as_user_error
+from transformer_xl.progress import say
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import RunFolder
@@ -24,6 +25,7 @@ def info(
     /,
     *,
     verify: Annotated[bool, Parameter(negative=())] = False,
+    build_native: Annotated[bool, Parameter(negative=())] = False,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
@@ -35,7 +37,13 @@ def info(
         Folder of a run or of a corpus. [default: only the hardware]
     verify
         Read every file and compare its checksum.
+    build_native
+        First compile the native operators, which make a CPU faster; it needs a C++ compiler and about a minute.
     """
+    if build_native:
+        from transformer_xl.native.build import build
+
+        say(build())
     sections = {"machine": _hardware_facts(device_options)}
     if path is not None:
         sections |= _folder_facts(path, verify, device_options)
@@ -54,6 +62,7 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
 
     from transformer_xl.device import available_devices, resolve_dtype
     from transformer_xl.model.kernels import KERNELS, choose
+    from transformer_xl.native import status
 
     device = device_options.choose()
     return {
@@ -64,6 +73,7 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
         "devices": available_devices(),
         "threads": torch.get_num_threads(),
         "dtype_auto": resolve_dtype(device, "auto"),
+        "native_operators": status().text,
         "attn_implementation_auto": choose("auto", device, torch.float32).name,
         "attn_implementations": [name for name, kernel in KERNELS.items() if kernel.fits(device, torch.float32)],
     }

@@ -29,6 +29,8 @@ class RelativeLayers(ModelWithMemory):
 
     config: RelativeLayerConfig
     input_dropout: FastDropout
+    attn_implementation: str
+    """The attention kernel, or `auto`. Training puts the kernel that a run began with in place of `auto`."""
 
     def make_layers(self, config: RelativeLayerConfig) -> None:
         """Register the layers and what they share, without initial weights.
@@ -37,6 +39,7 @@ class RelativeLayers(ModelWithMemory):
             UserError: the attention kernel is unknown.
         """
         kernels.check(config.attn_implementation)
+        self.attn_implementation = config.attn_implementation
         self.cache_shapes = {HiddenCache: (config.d_model,), KeyValueCache: (config.n_heads, config.head_dim)}
         # Shaw's model has no such settings, and replaces the biases by zeros
         self.content_bias = self.position_bias = None
@@ -148,7 +151,7 @@ class RelativeLayers(ModelWithMemory):
             zero_distance_D=zero_PD[-1],
             mask=AttentionMask(valid_B, num_attended - num_encoded, first_key_BT),
             lengths_B=lengths_B,
-            attend=kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
+            attend=kernels.choose(self.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
 

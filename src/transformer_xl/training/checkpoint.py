@@ -107,7 +107,13 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         state = trainer.state.model_dump(mode="json")
         if world.is_first:
             config = folder.config.model_dump(mode="json")
-            CheckpointRecord(num_processes=world.size, state=state, files=files, config=config).write(temporary)
+            CheckpointRecord(
+                num_processes=world.size,
+                state=state,
+                files=files,
+                attn_implementation=trainer.attn_implementation,
+                config=config,
+            ).write(temporary)
     with world.raise_together():
         if world.is_first:
             divergence = trainer.state.divergence
@@ -216,6 +222,8 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         trainer.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
     else:
         warnings.append(_change_batch_size(trainer, rows, train.batch_size))
+    if kernel_warning := trainer.use_recorded_kernel(record.attn_implementation):
+        warnings.append(kernel_warning)
     if record.num_processes == world.size:
         _set_random_state(_without_prefix(f"random/{world.rank}", buffers), memory.valid_B.device)
     else:

@@ -35,6 +35,7 @@ from transformer_xl.device import choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.model.cost import find_cutoffs
+from transformer_xl.native import status
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, RunFolder, first_difference, load
 from transformer_xl.text.token_store import Corpus
@@ -230,7 +231,7 @@ def run_training(
             trained = "" if num_trained == trainer.model.num_parameters() else f", {num_trained:,} of them trained"
             log(
                 f"model: {trainer.model.num_parameters():,} parameters{trained}, on {trainer.device}; "
-                f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens"
+                f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens{_kernel_text(trainer)}"
             )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
             with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
@@ -253,6 +254,15 @@ def run_training(
 
     with process_group(choose) as world:
         return run_in(world)
+
+
+def _kernel_text(trainer: Trainer) -> str:
+    """Return, for the first line of a training, which attention kernel it uses and how to get the fastest on a CPU."""
+    name = trainer.attn_implementation
+    if name is None:
+        return ""
+    is_slower = trainer.device.type == "cpu" and name != "native"
+    return f"; attention kernel {name}" + (f" (native: {status().text})" if is_slower or name == "native" else "")
 
 
 def ignore(_: str) -> None:

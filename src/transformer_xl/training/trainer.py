@@ -21,9 +21,11 @@ from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserEr
 from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import quoted, remove_leftovers
-from transformer_xl.model.kernels import choose
+from transformer_xl.model.kernels import KERNELS, choose
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
+from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.native import status
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
@@ -91,6 +93,7 @@ class Trainer:
         if weights is not None:
             self.model.load_state_dict(dict(weights))
         self.model.to(device).train()
+        self._choose_kernel()
         finetune = folder.config.finetune
         if finetune is not None:
             freeze_parameters(self.model, finetune.freeze)
@@ -118,6 +121,40 @@ class Trainer:
         self._start_time = self._interval_start = time.perf_counter()
         self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
         self._log = MetricsLog(folder)
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """The attention kernel that this run trains with, or None for a model without one."""
+        return self.model.attn_implementation if isinstance(self.model, TransformerXL) else None
+
+    def _choose_kernel(self) -> None:
+        """Replace the setting `auto` by the fastest kernel that all processes have."""
+        if self.attn_implementation == "auto":
+            assert any(self._use_kernel(name) for name in KERNELS)
+
+    def _use_kernel(self, name: str) -> bool:
+        """Train with an attention kernel if all processes have it, and return whether they do."""
+        assert isinstance(self.model, TransformerXL)
+        if self.world.any(name not in KERNELS or not KERNELS[name].fits(self.device, torch.float32)):
+            return False
+        self.model.attn_implementation = name
+        return True
+
+    def use_recorded_kernel(self, name: str | None) -> str | None:
+        """Go on with the attention kernel of a checkpoint if the setting is `auto`; return a warning if it is absent.
+
+        Other kernels compute the same up to rounding, but draw other dropout masks.
+        """
+        model = self.folder.config.model
+        if name is None or not isinstance(model, RelativeConfig) or model.attn_implementation != "auto":
+            return None
+        if name == self.attn_implementation or self._use_kernel(name):
+            return None
+        reason = f" ({status().text})" if name == "native" else ""
+        return (
+            f"the checkpoint was trained with the attention kernel {name}, which is not available here{reason}: "
+            f"training goes on with {self.attn_implementation}, not bit for bit as without the stop"
+        )
 
     def stop(self) -> None:
         """End training after the current step (or in the middle of a validation), with a checkpoint.

@@ -15,9 +15,10 @@ import pytest
 from text_sources import digest
 
 from transformer_xl.config import UserError
+from transformer_xl.files import cache_folder
 from transformer_xl.text.sources import download
 from transformer_xl.text.sources.archives import FileDigest
-from transformer_xl.text.sources.download import RemoteFile, cache_folder, download_file
+from transformer_xl.text.sources.download import RemoteFile, download_file
 
 CONTENT = bytes((index * index + index // 13) % 251 for index in range(700_001))
 WRONG = CONTENT[::-1]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.model.kernels import cpu, reference, sdpa, triton
+from transformer_xl.model.kernels import cpu, native, reference, sdpa, triton
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
+from transformer_xl.native import operators, status
 
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 
@@ -34,6 +35,7 @@ _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {
     kernel.name: kernel
     for kernel in (  # `auto` uses the first that works with the device and dtype, so faster kernels come first
+        Kernel("native", native.attend, native.fits),
         Kernel("cpu", cpu.attend, lambda device, dtype: device.type in ("cpu", "meta") and dtype in _SDPA_DTYPES),
         Kernel("triton", triton.attend, triton.fits),
         Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),
@@ -53,6 +55,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
         return next(kernel for kernel in KERNELS.values() if kernel.fits(device, dtype))
     if name == "triton" and not triton.installed():
         raise UserError("attention kernel 'triton' needs Triton: pip install 'transformer-xl[triton]', or use auto")
+    if name == "native" and operators() is None:
+        raise UserError(f"attention kernel 'native' is not available ({status().text}), or use auto")
     if not KERNELS[name].fits(device, dtype):
         raise UserError(f"attention kernel '{name}' does not work with {dtype} on {device}; use auto")
     return KERNELS[name]

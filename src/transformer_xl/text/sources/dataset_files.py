@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, atomic_file
+from transformer_xl.files import as_user_error, atomic_file, cache_folder
 from transformer_xl.text.sources.archives import (
     COMPRESSED_SUFFIXES,
     FileDigest,
@@ -20,7 +20,7 @@ from transformer_xl.text.sources.archives import (
     raw_chunks,
     zip_members,
 )
-from transformer_xl.text.sources.download import OWN_FILES_COMMAND, RemoteFile, cache_folder, download_file
+from transformer_xl.text.sources.download import OWN_FILES_COMMAND, RemoteFile, download_file
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ HTTP header `Range`), so almost all of this code would remain.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -45,12 +44,6 @@ class _MirrorError(Exception):
 
 class _ConnectionBroken(Exception):
     """A transfer ended early, so that the next attempt resumes it; the message is the reason."""
-
-
-def cache_folder() -> Path:
-    """Return the folder for downloads: TXL_CACHE, else transformer-xl in XDG_CACHE_HOME or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("TXL_CACHE") or Path(home, "transformer-xl"))
 
 
 def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progress) -> Path:

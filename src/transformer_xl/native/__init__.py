@@ -1,0 +1,94 @@
+"""Operators in C++ for CPUs: attention of a layer, and of few queries.
+
+    native.operators()     torch.ops.transformer_xl_native, or None where they are not used
+    native.build.build()   compiles them; only `txl info --build-native` does
+
+The package works whole without them: `model/kernels/cpu.py` and torch compute the same. They are loaded once in a
+process, when first asked for. TXL_NATIVE=0 in the environment switches them off.
+
+`tensors` are those of `AttentionInputs`, in that order. Shape suffixes: B batch size, T queries, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_xl.config import UserError
+from transformer_xl.native import build
+
+
+@dataclass(frozen=True)
+class NativeStatus:
+    """Whether the operators are used in this process."""
+
+    operators: Any
+    """torch.ops.transformer_xl_native, or None."""
+    text: str
+    """The instructions that they use, or why they are not used and what to do."""
+
+
+@cache  # loaded once in a process
+def status() -> NativeStatus:
+    """Load the operators if they were built for this torch, and return them; nothing is compiled."""
+    if os.environ.get("TXL_NATIVE") == "0":
+        return NativeStatus(None, "switched off by TXL_NATIVE=0")
+    if reason := build.unsupported():
+        return NativeStatus(None, f"not used: {reason}")
+    try:
+        record = build.find_record()
+        if record is None:
+            return NativeStatus(None, f"not built; faster with: {build.COMMAND}")
+        if record.library is None:
+            return NativeStatus(None, f"the build failed ({record.failure}); to try again: {build.COMMAND}")
+        torch.ops.load_library(str(build.library_path(record)))
+    except (UserError, OSError) as error:
+        return NativeStatus(None, f"not used: {error}")
+    operators = torch.ops.transformer_xl_native
+    _register()
+    return NativeStatus(operators, operators.description())
+
+
+def operators() -> Any:
+    """Return torch.ops.transformer_xl_native, or None where the operators are not used."""
+    return status().operators
+
+
+def _register() -> None:
+    """Tell torch the shapes of the results, for the meta device and torch.compile, and the gradients of attention."""
+    library, name = torch.library, "transformer_xl_native::attention"
+    library.register_fake(name, _attention_shapes)
+    library.register_fake(f"{name}_backward", _gradient_shapes)
+    library.register_fake(f"{name}_decode", _like)
+    library.register_autograd(name, _backward, setup_context=_save)
+
+
+def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
+    return tensors[0].new_empty(tensors[0].shape)
+
+
+def _attention_shapes(tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    batch_size, num_queries, num_heads, _d_head = tensors[0].shape
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return _like(tensors), tensors[0].new_empty(batch_size, num_heads, num_queries, dtype=dtype)
+
+
+def _gradient_shapes(_dout: Tensor, _lse: Tensor, tensors: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, valid_B, seed, ctx.dropout, ctx.num_clamped = inputs
+    ctx.save_for_backward(output[1], valid_B, seed, *tensors)
+
+
+def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    lse_BNT, valid_B, seed, *tensors = ctx.saved_tensors
+    arguments = (dout_BTNH, lse_BNT, tensors, valid_B, seed, ctx.dropout, ctx.num_clamped)
+    return torch.ops.transformer_xl_native.attention_backward(*arguments), None, None, None, None

@@ -1,0 +1,607 @@
+// Relative attention and products of few rows, for one instruction set; TXL_KERNELS is the name of their table.
+//
+// The scores of a block of queries are computed, shifted, normalized, dropped and used while they are in cache. No mask
+// is made: the keys that a query attends to are one stretch of its row. Position scores are written to a buffer whose
+// row a, read from column I - 1 - a on, has the keys in order (the relative shift, as in kernels/cpu.py); products with
+// keys are added there. Dropout comes from a counter, so both passes draw the same mask.
+//
+// In code: T type of the tensors, P type of what is multiplied, A type of sums. In comments: I queries of a block, J
+// keys of a block, L distances, the farthest first. A packed matrix is what `product` wants as its second operand.
+#include "kernels.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+namespace txl {
+namespace {
+
+constexpr int64_t kUnit = 64;    // numbers of keys are rounded up to this, so that few shapes of products occur
+constexpr int64_t kChunk = 256;  // columns of one product
+constexpr int64_t kRows = 16;    // numbers of queries are rounded up to this
+constexpr int64_t kSpare = 16;   // unused columns: rows that begin at the same place in a page would share a cache set
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+inline float widen(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+template <class T, class A>
+inline T narrow(A x) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const uint32_t u = __builtin_bit_cast(uint32_t, x);  // to the nearest, ties to even
+    return bf16{static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+inline double exponential(double x) { return std::exp(x); }
+inline float exponential(float x) {  // of x <= 0, as in Cephes: relative error 2e-7
+  const float y = x < -87.f ? -87.f : x;
+  const float t = y * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  const float n = t - 12582912.f;
+  const float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.f;
+  const float power = __builtin_bit_cast(float, (__builtin_bit_cast(int32_t, t) - 0x4b400000 + 127) << 23);
+  return x < -87.f ? 0.f : p * power;
+}
+
+// Which probabilities of a query are kept: a hash of the seed, the query and the key against a threshold.
+struct Draws {
+  uint32_t low = 0, high = 0, threshold = 0;
+  double scale = 1;
+  Draws(const Attention& z, int64_t query) {
+    if (!z.dropout) return;
+    uint64_t x = z.seed + 0x9e3779b97f4a7c15ull * static_cast<uint64_t>(query + 1);  // splitmix64
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    x ^= x >> 31;
+    low = static_cast<uint32_t>(x), high = static_cast<uint32_t>(x >> 32);
+    threshold = static_cast<uint32_t>(z.dropout * 4294967296.0);
+    scale = 1 / (1 - z.dropout);
+  }
+  bool keep(int64_t key) const {
+    uint32_t x = low + static_cast<uint32_t>(key) * 0x9e3779b9u;
+    x = (x ^ (x >> 16)) * 0x7feb352du + high;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return (x ^ (x >> 16)) >= threshold;
+  }
+};
+
+enum Slot { kQc, kQp, kKeys, kKeyRows, kValues, kDistances, kDistanceRows, kWide, kP, kOut, kGrad, kGradT, kQcT, kQpT,
+            kDp, kDs, kPacked, kDkT, kDvT, kDrT, kDqc, kDqp, kInverse, kArranged, kSlots };
+
+// Buffers of a thread, kept for later calls: allocating them anew would take longer than filling them
+struct Buffers {
+  void* data[kSlots] = {};
+  int64_t bytes[kSlots] = {};
+  ~Buffers() {
+    for (void* one : data) std::free(one);
+  }
+};
+template <class X>
+X* buffer(Slot slot, int64_t count) {
+  static thread_local Buffers buffers;
+  const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(X)) + 64, 4096);
+  if (buffers.bytes[slot] < bytes) {
+    std::free(buffers.data[slot]);
+    buffers.bytes[slot] = 0;
+    buffers.data[slot] = std::aligned_alloc(4096, static_cast<size_t>(bytes));
+    if (!buffers.data[slot]) throw std::bad_alloc();
+    buffers.bytes[slot] = bytes;
+  }
+  return static_cast<X*>(buffers.data[slot]);
+}
+
+template <class P>
+constexpr int64_t kPair = std::is_same_v<P, bf16> ? 2 : 1;
+
+// Pack the matrix (rows, columns) with these strides; of an odd last row, the other half of the pair is zeros.
+template <class P, class T>
+void pack(P* to, int64_t ld, const T* from, int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+  const bool by_rows = column_stride == 1;  // else a cache line of the packed rows at a time
+  const int64_t step = by_rows ? columns : 16;
+  for (int64_t j0 = 0; j0 < columns; j0 += step) {
+    const int64_t j1 = smaller(j0 + step, columns);
+    if constexpr (kPair<P> == 1) {
+      for (int64_t i = 0; i < rows; i++) {
+        const T* a = from + i * row_stride;
+        if (by_rows)
+          for (int64_t j = j0; j < j1; j++) to[i * ld + j] = narrow<P>(widen(a[j]));
+        else
+          for (int64_t j = j0; j < j1; j++) to[i * ld + j] = narrow<P>(widen(a[j * column_stride]));
+      }
+    } else {
+      static_assert(std::is_same_v<P, T>);
+      for (int64_t i = 0; i < rows; i += 2) {
+        uint32_t* words = reinterpret_cast<uint32_t*>(to) + i / 2 * ld;
+        const T *a = from + i * row_stride, *b = a + row_stride;
+        if (i + 1 == rows)
+          for (int64_t j = j0; j < j1; j++) words[j] = a[j * column_stride].bits;
+        else if (by_rows)
+          for (int64_t j = j0; j < j1; j++) words[j] = a[j].bits | static_cast<uint32_t>(b[j].bits) << 16;
+        else
+          for (int64_t j = j0; j < j1; j++)
+            words[j] = a[j * column_stride].bits | static_cast<uint32_t>(b[j * column_stride].bits) << 16;
+      }
+    }
+  }
+}
+
+// Pack the matrix into rows from `offset` on, which may begin in the middle of a pair.
+template <class P, class T>
+void pack_rows(P* to, int64_t offset, const T* from, int64_t rows, int64_t columns, int64_t ld, int64_t row_stride,
+               int64_t stride) {
+  for (int64_t i = 0; i < rows; i++) {
+    P* row = to + (offset + i) / kPair<P> * ld * kPair<P> + (offset + i) % kPair<P>;
+    for (int64_t j = 0; j < columns; j++) row[j * kPair<P>] = narrow<P>(widen(from[i * row_stride + j * stride]));
+  }
+}
+
+}  // namespace
+
+// For float64 alone, which oneDNN does not have
+static void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const double* A,
+             const double* B, double* C) {
+  for (int64_t m = 0; m < M; m++) {
+    double* c = C + m * ldc;
+    if (!add) std::memset(c, 0, N * sizeof(double));
+    for (int64_t k = 0; k < K; k++) {
+      const double a = A[m * lda + k], *b = B + k * ldb;
+#pragma omp simd
+      for (int64_t n = 0; n < N; n++) c[n] += a * b[n];
+    }
+  }
+}
+
+namespace {
+
+// Products whose second operand has many columns, and products that sum over many; in chunks, so that shapes are few
+template <class P, class A>
+void wide_product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const P* a,
+                  const P* b, A* c) {
+  for (int64_t j = 0; j < N; j += kChunk)
+    product(M, smaller(kChunk, N - j), K, lda, ldb, ldc, add, a, b + j * kPair<P>, c + j);
+}
+template <class P, class A>
+void long_product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, const P* a, const P* b,
+                  A* c) {
+  for (int64_t j = 0; j < K; j += kChunk)
+    product(M, N, smaller(kChunk, K - j), lda, ldb, ldc, j > 0, a + j, b + j * ldb, c);
+}
+
+// First and last key that a query attends to; the last is before the first for padding
+struct Stretch {
+  int64_t first, last;
+  Stretch(const Attention& z, int64_t b, int64_t query) {
+    const int64_t memory = z.S - z.T, empty = z.valid ? memory - z.valid[b] : 0;
+    last = memory + query;
+    first = larger(larger(0, empty), last - (z.P + z.clamped) + 1);
+  }
+  int64_t count() const { return larger(0, last - first + 1); }
+};
+
+template <class A>
+A maximum(const A* x, int64_t count) {
+  constexpr int64_t kLanes = 16;
+  A most[kLanes];
+  int64_t j = 0;
+  for (A& one : most) one = x[0];
+  for (; j + kLanes <= count; j += kLanes)
+    for (int64_t l = 0; l < kLanes; l++) most[l] = x[j + l] > most[l] ? x[j + l] : most[l];
+  for (; j < count; j++) most[0] = x[j] > most[0] ? x[j] : most[0];
+  A result = most[0];
+  for (A one : most) result = one > result ? one : result;
+  return result;
+}
+
+// p = exp(s - most) without those that are dropped; returns the sum with them.
+template <bool kDrop, class P, class A>
+A exponentials(P* p, const A* s, int64_t count, A most, const Draws& draws, int64_t first_key) {
+  A sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < count; j++) {
+    const A e = exponential(s[j] - most);
+    sum += e;
+    p[j] = narrow<P>(kDrop && !draws.keep(first_key + j) ? A(0) : e);
+  }
+  return sum;
+}
+
+// Of one query: probabilities after dropout, and gradients of scores, from scores and gradients of probabilities, both
+// of which it overwrites.
+template <bool kDrop, class P, class A>
+void softmax_gradients(P* p, P* ds, A* s, A* dp, int64_t count, A lse, const Draws& draws, int64_t first_key) {
+  const A scale = static_cast<A>(draws.scale);
+  A inner = 0;
+#pragma omp simd reduction(+ : inner)
+  for (int64_t j = 0; j < count; j++) {
+    const A x = exponential(s[j] - lse), kept = !kDrop ? A(1) : draws.keep(first_key + j) ? scale : A(0);
+    const A d = dp[j] * kept;
+    inner += x * d;
+    p[j] = narrow<P>(x * kept);
+    s[j] = x, dp[j] = d;
+  }
+#pragma omp simd
+  for (int64_t j = 0; j < count; j++) ds[j] = narrow<P>(s[j] * (dp[j] - inner));
+}
+
+// A block of queries, and the keys that one of them attends to, in whole units
+struct Block {
+  int64_t start, valid, rows;  // rows: with those that fill up the last block
+  int64_t key = 0, keys = 0;   // first key, and their number; 0 if all queries are padding
+  int64_t distance = 0;        // index of the position key of the first column of scores; negative: clamped
+  Block(const Attention& z, int64_t b, int64_t first, int64_t size)
+      : start(first), valid(smaller(size, z.T - first)), rows(round_up(valid, kRows)) {
+    const int64_t end = z.S - z.T + start + valid, begin = Stretch(z, b, start).first;
+    if (begin >= end) return;
+    key = begin / kUnit * kUnit, keys = round_up(end - key, kUnit);
+    distance = key + z.P - (z.S - z.T) - start - rows;
+  }
+};
+
+// The passes of one head and one group of batch rows
+template <class T, class P, class A>
+struct Head {
+  const Attention& z;
+  const int64_t n, group, first_row = group * z.B / z.groups, end_row = (group + 1) * z.B / z.groups;
+  const int64_t width = round_up(z.H, kPair<P>);
+  const int64_t block = smaller(z.S > 2048 ? 32 : 64, round_up(z.T, kRows));
+  const int64_t keys = round_up(z.S, kUnit) + kSpare;
+  const int64_t wide = keys + block + 2 * kUnit;  // columns of scores
+  // columns before distance P - 1; products with rows of distances begin with a whole pair
+  const int64_t front = z.clamped + block + kUnit + ((z.P - z.S + z.T + z.clamped) & 1);
+  const int64_t distances = round_up(front + z.P + block + 2 * kUnit, kUnit) + kSpare;
+  const A scale = 1 / std::sqrt(static_cast<A>(z.H));
+  P* const by_distance = buffer<P>(kDistances, distances * width);  // packed (H, L)
+  P* const by_key = buffer<P>(kKeys, keys * width);                 // packed (H, J)
+  P* const values = buffer<P>(kValues, keys * width);               // packed (J, H), or (H, J) in the backward pass
+  P* const content = buffer<P>(kQc, block * width);                 // (I, H)
+  P* const position = buffer<P>(kQp, block * width);                // (I, H)
+  A* const scores = buffer<A>(kWide, block * wide + kUnit);         // (I, J + I - 1)
+
+  Head(const Attention& call, int64_t task) : z(call), n(task / call.groups), group(task % call.groups) {
+    std::memset(by_distance, 0, distances * width * sizeof(P));
+    const T* r = z.r.at<T>(0, 0, n);
+    P* const nearest_clamped = by_distance + (front - z.clamped) * kPair<P>;
+    pack(nearest_clamped, distances, r, z.H, z.clamped, z.r.h, 0);
+    pack(by_distance + front * kPair<P>, distances, r, z.H, z.P, z.r.h, z.r.x);
+    std::memset(by_key, 0, keys * width * sizeof(P)), std::memset(values, 0, keys * width * sizeof(P));
+    std::memset(content, 0, block * width * sizeof(P)), std::memset(position, 0, block * width * sizeof(P));
+  }
+  void pack_keys(P* to, const View& x, int64_t b) const { pack(to, keys, x.at<T>(b, 0, n), z.H, z.S, x.h, x.x); }
+
+  // Queries of a block with their biases, scaled
+  void add_biases(const Block& c, int64_t b) const {
+    const T *u = z.u.at<T>(0, 0, n), *w = z.w.at<T>(0, 0, n);
+    for (int64_t a = 0; a < c.rows; a++) {
+      const T* q = z.q.at<T>(b, c.start + smaller(a, c.valid - 1), n);
+      for (int64_t h = 0; h < z.H; h++) {
+        content[a * width + h] = narrow<P>((widen(q[h * z.q.h]) + widen(u[h * z.u.h])) * scale);
+        position[a * width + h] = narrow<P>((widen(q[h * z.q.h]) + widen(w[h * z.w.h])) * scale);
+      }
+    }
+  }
+
+  // Scores of a block: query a's keys stand from `row(scores, c, a)` on
+  void score(const Block& c) const {
+    const int64_t columns = round_up(c.keys + c.rows - 1, kUnit);
+    // columns of clamped distances alone, which share a position key
+    const int64_t clamped = smaller(larger(0, -c.distance) / kUnit * kUnit, columns);
+    for (int64_t a = 0; a < c.rows && clamped; a++) {
+      A sum = 0;
+      const P* const r = by_distance + front * kPair<P>;
+      for (int64_t h = 0; h < width; h++)
+        sum += widen(position[a * width + h]) * widen(r[h / kPair<P> * distances * kPair<P> + h % kPair<P>]);
+      for (int64_t j = 0; j < clamped; j++) scores[a * wide + j] = sum;
+    }
+    wide_product(c.rows, columns - clamped, width, width, distances, wide, false, position,
+                 by_distance + (front + c.distance + clamped) * kPair<P>, scores + clamped);
+    wide_product(c.rows, c.keys, width, width, keys, wide - 1, true, content, by_key + c.key * kPair<P>,
+                 scores + c.rows - 1);
+  }
+  template <class X>
+  X* row(X* scores_of_block, const Block& c, int64_t a) const { return scores_of_block + a * wide + c.rows - 1 - a; }
+
+  // Zeros on both sides of a query's stretch of keys in a row of the block; returns where the stretch begins
+  template <class X>
+  X* stretch_in(X* to, const Block& c, const Stretch& s, int64_t count) const {
+    const int64_t before = count ? s.first - c.key : c.keys;
+    std::memset(to, 0, before * sizeof(X));
+    std::memset(to + before + count, 0, (c.keys - before - count) * sizeof(X));
+    return to + before;
+  }
+
+  template <bool kDrop>
+  void forward() const {
+    P* const p = buffer<P>(kP, block * keys);  // (I, J)
+    A* const o = buffer<A>(kOut, block * width);
+    A* const factor = buffer<A>(kInverse, block);
+    for (int64_t b = first_row; b < end_row; b++) {
+      pack_keys(by_key, z.k, b);
+      pack(values, width, z.v.at<T>(b, 0, n), z.S, z.H, z.v.x, z.v.h);
+      for (int64_t start = 0; start < z.T; start += block) {
+        const Block c(z, b, start, block);
+        add_biases(c, b);
+        if (c.keys) score(c);
+        for (int64_t a = 0; a < c.rows; a++) {
+          const Stretch s(z, b, start + a);
+          const int64_t count = a < c.valid ? s.count() : 0, query = (b * z.N + n) * z.T + start + a;
+          P* const to = stretch_in(p + a * keys, c, s, count);
+          factor[a] = 0;
+          if (!count) continue;
+          const Draws draws(z, query);
+          const A* x = row(scores, c, a) + (s.first - c.key);
+          const A most = maximum(x, count), sum = exponentials<kDrop>(to, x, count, most, draws, s.first);
+          static_cast<A*>(z.lse)[query] = most + std::log(sum);
+          factor[a] = static_cast<A>(draws.scale) / sum;
+        }
+        if (c.keys) long_product(c.rows, width, c.keys, keys, width, width, p, values + c.key * width, o);
+        for (int64_t a = 0; a < c.valid; a++) {
+          T* out = z.out.at<T>(b, start + a, n);
+          for (int64_t h = 0; h < z.H; h++) out[h] = narrow<T>(factor[a] ? o[a * width + h] * factor[a] : A(0));
+        }
+      }
+    }
+  }
+
+  // Products are of transposes, (H, I) times (I, J): only the score gradients are packed for them
+  template <bool kDrop>
+  void backward() const {
+    P* const key_rows = buffer<P>(kKeyRows, keys * width);                 // packed (J, H)
+    P* const distance_rows = buffer<P>(kDistanceRows, distances * width);  // packed (L, H)
+    std::memset(key_rows, 0, keys * width * sizeof(P)), std::memset(distance_rows, 0, distances * width * sizeof(P));
+    const T* r = z.r.at<T>(0, 0, n);
+    pack_rows(distance_rows, front - z.clamped, r, z.clamped, z.H, width, 0, z.r.h);
+    pack_rows(distance_rows, front, r, z.P, z.H, width, z.r.x, z.r.h);
+    P *const gradient = buffer<P>(kGrad, block * width), *const gradient_t = buffer<P>(kGradT, block * width);
+    P *const content_t = buffer<P>(kQcT, block * width), *const position_t = buffer<P>(kQpT, block * width);
+    A *const dcontent = buffer<A>(kDqc, block * width), *const dposition = buffer<A>(kDqp, block * width);
+    P *const p = buffer<P>(kP, block * keys), *const packed = buffer<P>(kPacked, block * wide);
+    A* const dp = buffer<A>(kDp, block * keys);
+    P* const ds = buffer<P>(kDs, block * wide + kUnit);
+    A *const dk_t = buffer<A>(kDkT, keys * width), *const dv_t = buffer<A>(kDvT, keys * width);
+    A* const dr_t = buffer<A>(kDrT, distances * width);
+    const int64_t head = group * z.N + n;
+    A *const du = static_cast<A*>(z.du) + head * z.H, *const dw = static_cast<A*>(z.dw) + head * z.H;
+    std::memset(du, 0, z.H * sizeof(A)), std::memset(dw, 0, z.H * sizeof(A));
+    std::memset(dr_t, 0, distances * width * sizeof(A)), std::memset(gradient, 0, block * width * sizeof(P));
+    for (int64_t b = first_row; b < end_row; b++) {
+      pack_keys(by_key, z.k, b), pack_keys(values, z.v, b);
+      pack(key_rows, width, z.k.at<T>(b, 0, n), z.S, z.H, z.k.x, z.k.h);
+      std::memset(dk_t, 0, keys * width * sizeof(A)), std::memset(dv_t, 0, keys * width * sizeof(A));
+      for (int64_t start = 0; start < z.T; start += block) {
+        const Block c(z, b, start, block);
+        if (!c.keys) {
+          for (int64_t a = 0; a < c.valid; a++) std::memset(z.dq.at<T>(b, start + a, n), 0, z.H * sizeof(T));
+          continue;
+        }
+        add_biases(c, b);
+        for (int64_t a = 0; a < c.rows; a++) {
+          const T* g = z.dout.at<T>(b, start + smaller(a, c.valid - 1), n);
+          for (int64_t h = 0; h < z.H; h++) gradient[a * width + h] = narrow<P>(widen(g[h * z.dout.h]));
+          for (int64_t h = 0; h < width; h++) {
+            gradient_t[h * c.rows + a] = gradient[a * width + h];
+            content_t[h * c.rows + a] = content[a * width + h], position_t[h * c.rows + a] = position[a * width + h];
+          }
+        }
+        score(c);
+        wide_product(c.rows, c.keys, width, width, keys, keys, false, gradient, values + c.key * kPair<P>, dp);
+        const int64_t columns = round_up(c.keys + c.rows - 1, kUnit);
+        for (int64_t a = 0; a < c.rows; a++) {
+          const Stretch s(z, b, start + a);
+          const int64_t count = a < c.valid ? s.count() : 0, query = (b * z.N + n) * z.T + start + a;
+          P *const to = stretch_in(p + a * keys, c, s, count), *const by_distances = ds + a * wide;
+          std::memset(by_distances, 0, (c.rows - 1 - a) * sizeof(P));
+          P* const gradients = stretch_in(row(ds, c, a), c, s, count);
+          std::memset(row(ds, c, a) + c.keys, 0, (columns - c.keys - (c.rows - 1 - a)) * sizeof(P));
+          const int64_t skipped = s.first - c.key;
+          if (count)
+            softmax_gradients<kDrop>(to, gradients, row(scores, c, a) + skipped, dp + a * keys + skipped, count,
+                                   static_cast<A*>(z.lse)[query], Draws(z, query), s.first);
+        }
+        transposed_product(c, c.keys, p, keys, packed, gradient_t, keys, dv_t + c.key);
+        transposed_product(c, c.keys, ds + c.rows - 1, wide - 1, packed, content_t, keys, dk_t + c.key);
+        transposed_product(c, columns, ds, wide, packed, position_t, distances, dr_t + front + c.distance);
+        const P *const k = key_rows + c.key * width, *const r = distance_rows + (front + c.distance) * width;
+        long_product(c.rows, width, c.keys, wide - 1, width, width, ds + c.rows - 1, k, dcontent);
+        long_product(c.rows, width, columns, wide, width, width, ds, r, dposition);
+        for (int64_t a = 0; a < c.valid; a++) {
+          T* const dq = z.dq.at<T>(b, start + a, n);
+          for (int64_t h = 0; h < z.H; h++) {
+            const A x = dcontent[a * width + h] * scale, y = dposition[a * width + h] * scale;
+            dq[h] = narrow<T>(x + y), du[h] += x, dw[h] += y;
+          }
+        }
+      }
+      unpack(z.dk, b, dk_t), unpack(z.dv, b, dv_t);
+    }
+    A* const dr = static_cast<A*>(z.dr) + head * z.P * z.H;
+    for (int64_t x = -z.clamped; x < z.P; x++)
+      for (int64_t h = 0; h < z.H; h++) {
+        const A d = dr_t[h * distances + front + x];
+        if (x == -z.clamped) dr[h] = d;
+        else if (x <= 0) dr[h] += d;
+        else dr[x * z.H + h] = d;
+      }
+  }
+
+  // Write the transpose of (H, J), a cache line of its rows at a time
+  void unpack(const View& to, int64_t b, const A* from) const {
+    for (int64_t j0 = 0; j0 < z.S; j0 += 16)
+      for (int64_t h = 0; h < z.H; h++)
+        for (int64_t j = j0; j < smaller(j0 + 16, z.S); j++) to.at<T>(b, j, n)[h] = narrow<T>(from[h * keys + j]);
+  }
+
+  // to (H, columns) += left (H, I) times right (I, columns)
+  void transposed_product(const Block& c, int64_t columns, const P* right, int64_t ld, P* packed, const P* left,
+                          int64_t ld_to, A* to) const {
+    if constexpr (kPair<P> == 2) {
+      pack(packed, wide, right, c.rows, columns, ld, 1);
+      wide_product(width, columns, c.rows, c.rows, wide, ld_to, true, left, packed, to);
+    } else {
+      wide_product(width, columns, c.rows, c.rows, ld, ld_to, true, left, right, to);
+    }
+  }
+};
+
+// Few queries without gradient, as in decoding token by token: keys and values are read once, where they are.
+
+// Sixteen numbers, in one register or two
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+template <class V>
+V load(const void* from) {
+  V x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+inline float sum_of(Floats x) {
+  float sums[16];
+  std::memcpy(sums, &x, sizeof(x));
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+  return sums[0];
+}
+
+// How `dots` wants its vector: for bfloat16, of each 32 numbers those of even index come first, because a word has two
+template <class T, class A>
+void arrange(A* to, const A* from, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    const bool paired = std::is_same_v<T, bf16> && i - i % 32 + 32 <= count;
+    to[paired ? i - i % 32 + i % 32 / 2 + i % 2 * 16 : i] = from[i];
+  }
+}
+
+// Products of some rows with an arranged vector; their sums do not wait for each other
+template <int kCount, class T>
+void dots(float* to, const T* rows, int64_t stride, const float* vector, int64_t count) {
+  constexpr int64_t kStep = std::is_same_v<T, bf16> ? 32 : 16;
+  Floats sums[kCount] = {};
+  int64_t i = 0;
+  for (; i + kStep <= count; i += kStep) {
+    const Floats x = load<Floats>(vector + i);
+    for (int row = 0; row < kCount; row++) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        const Words pair = load<Words>(rows + row * stride + i);
+        sums[row] += reinterpret_cast<Floats>(pair << 16) * x;
+        sums[row] += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + i + 16);
+      } else {
+        sums[row] += load<Floats>(rows + row * stride + i) * x;
+      }
+    }
+  }
+  for (int row = 0; row < kCount; row++) {
+    to[row] = sum_of(sums[row]);
+    for (int64_t j = i; j < count; j++) to[row] += widen(rows[row * stride + j]) * vector[j];
+  }
+}
+template <int kCount>
+void dots(double* to, const double* rows, int64_t stride, const double* vector, int64_t count) {
+  for (int row = 0; row < kCount; row++) {
+    double sum = 0;
+    for (int64_t j = 0; j < count; j++) sum += rows[row * stride + j] * vector[j];
+    to[row] = sum;
+  }
+}
+
+// s += q (H) times keys (count, H), stored by rows or by columns
+template <class T, class A>
+void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, int64_t stride, int64_t stride_h) {
+  if (stride_h == 1) {
+    A sums[4], *const q = buffer<A>(kArranged, H);
+    arrange<T>(q, query, H);
+    int64_t j = 0;
+    for (; j + 4 <= count; j += 4) {
+      dots<4>(sums, keys + j * stride, stride, q, H);
+      for (int row = 0; row < 4; row++) s[j + row] += sums[row];
+    }
+    for (; j < count; j++) dots<1>(sums, keys + j * stride, stride, q, H), s[j] += sums[0];
+    return;
+  }
+  const A* const q = query;
+  constexpr int64_t kColumns = 512, kTogether = 4;  // scores that stay in the first cache; rows read together
+  for (int64_t j0 = 0; j0 < count; j0 += kColumns) {
+    const int64_t size = smaller(kColumns, count - j0);
+    A* const to = s + j0;
+    int64_t h = 0;
+    for (; h + kTogether <= H; h += kTogether) {
+      const T *a = keys + h * stride_h + j0, *b = a + stride_h, *c = b + stride_h, *d = c + stride_h;
+#pragma omp simd
+      for (int64_t j = 0; j < size; j++)
+        to[j] += widen(a[j]) * q[h] + widen(b[j]) * q[h + 1] + (widen(c[j]) * q[h + 2] + widen(d[j]) * q[h + 3]);
+    }
+    for (; h < H; h++)
+#pragma omp simd
+      for (int64_t j = 0; j < size; j++) to[j] += widen(keys[h * stride_h + j0 + j]) * q[h];
+  }
+}
+
+template <class T, class A>
+void decode(const Attention& z, int64_t task) {
+  const int64_t b = task / z.N, n = task % z.N;
+  const A scale = 1 / std::sqrt(static_cast<A>(z.H));
+  A *const scores = buffer<A>(kWide, z.S), *const o = buffer<A>(kOut, z.H);
+  A *const content = buffer<A>(kDqc, z.H), *const position = buffer<A>(kDqp, z.H);
+  for (int64_t i = 0; i < z.T; i++) {
+    const Stretch s(z, b, i);
+    const int64_t count = s.count(), near = smaller(count, z.P), far = count - near;
+    const T *const q = z.q.at<T>(b, i, n), *const u = z.u.at<T>(0, 0, n), *const w = z.w.at<T>(0, 0, n);
+    for (int64_t h = 0; h < z.H; h++) {
+      content[h] = (widen(q[h * z.q.h]) + widen(u[h * z.u.h])) * scale;
+      position[h] = (widen(q[h * z.q.h]) + widen(w[h * z.w.h])) * scale;
+      o[h] = 0;
+    }
+    std::memset(scores, 0, count * sizeof(A));
+    add_scores(scores + far, position, z.r.at<T>(0, z.P - near, n), near, z.H, z.r.x, z.r.h);
+    for (int64_t j = 0; j < far; j++) scores[j] = scores[far];  // clamped distances
+    add_scores(scores, content, z.k.at<T>(b, s.first, n), count, z.H, z.k.x, z.k.h);
+    const A most = maximum(scores, count);
+    const A sum = exponentials<false>(scores, scores, count, most, Draws(z, 0), 0);
+    const T* const v = z.v.at<T>(b, s.first, n);
+    int64_t j = 0;
+    for (; j + 4 <= count; j += 4) {
+      const T *v0 = v + j * z.v.x, *v1 = v0 + z.v.x, *v2 = v1 + z.v.x, *v3 = v2 + z.v.x;
+      const A* const p = scores + j;
+#pragma omp simd
+      for (int64_t h = 0; h < z.H; h++)
+        o[h] += widen(v0[h]) * p[0] + widen(v1[h]) * p[1] + (widen(v2[h]) * p[2] + widen(v3[h]) * p[3]);
+    }
+    for (; j < count; j++)
+#pragma omp simd
+      for (int64_t h = 0; h < z.H; h++) o[h] += widen(v[j * z.v.x + h]) * scores[j];
+    for (int64_t h = 0; h < z.H; h++) z.out.at<T>(b, i, n)[h] = narrow<T>(count ? o[h] / sum : A(0));
+  }
+}
+
+template <class T, class P, class A>
+constexpr Format format() {
+  return {[](const Attention& z, int64_t task) {
+            const Head<T, P, A> head(z, task);
+            z.dropout > 0 ? head.template forward<true>() : head.template forward<false>();
+          },
+          [](const Attention& z, int64_t task) {
+            const Head<T, P, A> head(z, task);
+            z.dropout > 0 ? head.template backward<true>() : head.template backward<false>();
+          },
+          [](const Attention& z, int64_t task) { decode<T, A>(z, task); }};
+}
+
+}  // namespace
+
+const Kernels TXL_KERNELS = {format<float, float, float>(), format<double, double, double>(),
+                             format<bf16, bf16, float>(), format<bf16, float, float>()};
+
+}  // namespace txl

@@ -1,0 +1,61 @@
+// What the C++ files of this folder share: the inputs and results of the operators, and the table of their functions.
+//
+// kernels.cpp is compiled once for each instruction set and includes no header of torch: a function that the compiler
+// does not inline exists once in the library, and must not be the copy with instructions that a processor lacks.
+//
+// Letters are those of the Python code: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N
+// heads, H head width.
+#pragma once
+#include <cstdint>
+
+namespace txl {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// A tensor (B, X, N, H) as it is stored; strides are counted in elements.
+struct View {
+  void* data = nullptr;
+  int64_t b = 0, x = 0, n = 0, h = 0;
+  template <class T>
+  T* at(int64_t row, int64_t position, int64_t head) const {
+    return static_cast<T*>(data) + row * b + position * x + head * n;
+  }
+};
+
+// One call of attention. Its tasks are pairs of a head and a group of batch rows, so that the sums over batch rows have
+// an order that does not depend on the number of threads.
+struct Attention {
+  int64_t B, T, S, P, N, H;
+  int64_t clamped;       // num_clamped of the mask
+  const int64_t* valid;  // valid_B of the mask, or null
+  double dropout;
+  uint64_t seed;
+  int64_t groups;
+  View q, k, v, r, u, w;
+  View out;   // of the forward pass
+  void* lse;  // (B, N, T): logarithm of each query's sum of exponentials; float32, or float64 for float64
+  View dout, dq, dk, dv;
+  void *dr, *du, *dw;  // sums of each group in the type of lse: (groups, N, P, H) and (groups, N, H)
+};
+
+struct Format {
+  void (*forward)(const Attention&, int64_t task);
+  void (*backward)(const Attention&, int64_t task);
+  void (*decode)(const Attention&, int64_t task);  // a task is a batch row and head; no dropout, nothing is packed
+};
+
+struct Kernels {
+  Format float32, float64, bfloat16, bfloat16_widened;  // widened: products of bfloat16 inputs in float32
+};
+extern const Kernels avx2_kernels, avx512_kernels;
+
+// C (M, N) = A (M, K) B (K, N), or added to C, by oneDNN through torch. B of bfloat16 is packed: rows in pairs, whose
+// numbers alternate.
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* A,
+             const float* B, float* C);
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const bf16* A,
+             const bf16* B, float* C);
+
+}  // namespace txl

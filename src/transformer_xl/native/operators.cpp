@@ -1,0 +1,159 @@
+// The operators as torch sees them: checks of the inputs, choice of the instruction set, threads.
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "kernels.h"
+
+namespace txl {
+namespace blas = at::native::cpublas;
+
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* A,
+             const float* B, float* C) {
+  blas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, false);
+}
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const bf16* A,
+             const bf16* B, float* C) {
+  blas::brgemm(M, N, K, lda, ldb, ldc, add, reinterpret_cast<const at::BFloat16*>(A),
+               reinterpret_cast<const at::BFloat16*>(B), C, true);
+}
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+const Kernels& kernels() {  // torch's choice, which ATEN_CPU_CAPABILITY limits
+  static const bool wide = at::get_cpu_capability() == "AVX512";
+  return wide ? avx512_kernels : avx2_kernels;
+}
+
+// Whether oneDNN multiplies bfloat16 here in hardware
+bool multiplies_bfloat16() {
+  static const bool result = [] {
+    __builtin_cpu_init();
+    if (at::get_cpu_capability() != "AVX512" || !__builtin_cpu_supports("avx512bf16")) return false;
+    std::vector<bf16> ones(32 * 32, bf16{0x3f80});
+    std::vector<float> out(32 * 32);
+    try {
+      product(32, 32, 32, 32, 32, 32, false, ones.data(), ones.data(), out.data());
+    } catch (const c10::Error&) {  // limited by ONEDNN_MAX_CPU_ISA, or oneDNN is switched off
+      return false;
+    }
+    blas::brgemm_release(true);
+    return out[0] == 32;
+  }();
+  return result;
+}
+std::string description() {
+  return at::get_cpu_capability() + (multiplies_bfloat16() ? ", bfloat16 products" : ", bfloat16 products in float32");
+}
+
+const Format& format_of(const Tensor& q) {
+  switch (q.scalar_type()) {
+    case at::kFloat: return kernels().float32;
+    case at::kDouble: return kernels().float64;
+    case at::kBFloat16: return multiplies_bfloat16() ? kernels().bfloat16 : kernels().bfloat16_widened;
+    default: TORCH_CHECK(false, "no native attention for ", q.scalar_type());
+  }
+}
+
+View view(const Tensor& x) {
+  const auto s = x.strides();
+  void* data = const_cast<void*>(x.const_data_ptr());
+  if (x.dim() == 4) return {data, s[0], s[1], s[2], s[3]};
+  return x.dim() == 3 ? View{data, 0, s[0], s[1], s[2]} : View{data, 0, 0, s[0], s[1]};
+}
+
+// `inputs` are the tensors of AttentionInputs, in that order
+Attention checked(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& seed, double dropout,
+                  int64_t clamped) {
+  TORCH_CHECK(inputs.size() == 6, "attention has six inputs");
+  const Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2], &r = inputs[3];
+  Attention z{};
+  z.B = q.size(0), z.T = q.size(1), z.N = q.size(2), z.H = q.size(3), z.S = k.size(1), z.P = r.size(0);
+  for (const Tensor& x : inputs)
+    TORCH_CHECK(x.scalar_type() == q.scalar_type() && x.size(-1) == z.H && x.size(-2) == z.N,
+                "inputs of attention differ in dtype or heads");
+  TORCH_CHECK(k.sizes() == v.sizes() && k.size(0) == z.B && z.S >= z.T, "wrong shapes of keys or values");
+  TORCH_CHECK(z.P >= 1 && z.P + clamped <= z.S, "wrong number of distances");
+  z.clamped = clamped, z.dropout = dropout;
+  if (valid) {
+    TORCH_CHECK(valid->scalar_type() == at::kLong && valid->is_contiguous() && valid->numel() == z.B, "wrong valid_B");
+    z.valid = valid->const_data_ptr<int64_t>();
+  }
+  if (dropout > 0) {
+    TORCH_CHECK(seed && dropout < 1, "dropout needs a seed, and a rate below 1");
+    z.seed = static_cast<uint64_t>(seed->item<int64_t>());
+  }
+  z.groups = std::min<int64_t>(z.B, (32 + z.N - 1) / z.N);  // enough tasks for many threads, few sums to add up
+  z.q = view(q), z.k = view(k), z.v = view(v), z.r = view(r), z.u = view(inputs[4]), z.w = view(inputs[5]);
+  return z;
+}
+
+void run(const Attention& z, const Tensor& q, void (*task)(const Attention&, int64_t), int64_t count) {
+  const bool has_tiles = q.scalar_type() == at::kBFloat16 && multiplies_bfloat16();
+  at::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) task(z, i);
+    if (has_tiles) blas::brgemm_release(true);
+  });
+}
+
+std::tuple<Tensor, Tensor> attention(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& seed,
+                                     double dropout, int64_t clamped) {
+  Attention z = checked(inputs, valid, seed, dropout, clamped);
+  const Tensor& q = inputs[0];
+  const auto sums = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  Tensor out = at::empty(q.sizes(), q.options()), lse = at::empty({z.B, z.N, z.T}, sums);
+  z.out = view(out), z.lse = lse.data_ptr();
+  run(z, q, format_of(q).forward, z.N * z.groups);
+  return {out, lse};
+}
+
+std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& lse, at::TensorList inputs,
+                                       const OptionalTensor& valid, const OptionalTensor& seed, double dropout,
+                                       int64_t clamped) {
+  Attention z = checked(inputs, valid, seed, dropout, clamped);
+  const Tensor &q = inputs[0], &k = inputs[1];
+  TORCH_CHECK(dout.sizes() == q.sizes() && dout.scalar_type() == q.scalar_type(), "wrong gradient of the output");
+  Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty(k.sizes(), q.options()), dv = at::empty_like(dk);
+  Tensor dr = at::empty({z.groups, z.N, z.P, z.H}, lse.options());
+  Tensor du = at::empty({z.groups, z.N, z.H}, lse.options()), dw = at::empty_like(du);
+  z.lse = lse.data_ptr(), z.dout = view(dout), z.dq = view(dq), z.dk = view(dk), z.dv = view(dv);
+  z.dr = dr.data_ptr(), z.du = du.data_ptr(), z.dw = dw.data_ptr();
+  run(z, q, format_of(q).backward, z.N * z.groups);
+  const auto total = [&](const Tensor& x) { return x.sum(0).to(q.scalar_type()); };
+  return {dq, dk, dv, total(dr).transpose(0, 1).contiguous(), total(du), total(dw)};
+}
+
+Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, int64_t clamped) {
+  Attention z = checked(inputs, valid, {}, 0, clamped);
+  for (const Tensor& x : {inputs[1], inputs[3]})
+    TORCH_CHECK(x.stride(-1) == 1 || x.stride(-3) == 1, "keys must be stored by rows or by columns");
+  TORCH_CHECK(inputs[2].stride(-1) == 1, "values must be stored by rows");
+  Tensor out = at::empty(inputs[0].sizes(), inputs[0].options());
+  z.out = view(out);
+  run(z, inputs[0], format_of(inputs[0]).decode, z.B * z.N);
+  return out;
+}
+
+}  // namespace
+}  // namespace txl
+
+TORCH_LIBRARY(transformer_xl_native, m) {
+  m.def("attention(Tensor[] inputs, Tensor? valid, Tensor? seed, float dropout, int num_clamped) -> (Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? seed, float dropout, "
+      "int num_clamped) -> Tensor[]");
+  m.def("attention_decode(Tensor[] inputs, Tensor? valid, int num_clamped) -> Tensor");
+  m.def("description() -> str", &txl::description);
+}
+TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
+  m.impl("attention", &txl::attention);
+  m.impl("attention_backward", &txl::attention_backward);
+  m.impl("attention_decode", &txl::attention_decode);
+}
