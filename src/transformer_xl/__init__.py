@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
         generate as generate,
         stream as stream,
     )
+    from transformer_xl.generation.music import Piece as Piece, generate_midi as generate_midi
     from transformer_xl.interop.convert import convert as convert
     from transformer_xl.model.backbone import Backbone as Backbone
     from transformer_xl.model.build import build_model as build_model
@@ -73,6 +74,7 @@ _NAMES = {
     "generation.completion": "Completion",
     "generation.config": "GenerationConfig",
     "generation.generate": "GenerationStream generate stream",
+    "generation.music": "Piece generate_midi",
     "interop.convert": "convert",
     "model.backbone": "Backbone",
     "model.build": "build_model",

@@ -30,6 +30,7 @@ def generate(
     prompt: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     prompt_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative=())] = False,
+    out: Path | None = None,
     settings: Annotated[GenerationFlags | None, Parameter(name="*", negative=())] = None,
     checkpoint: Literal["best", "last"] = "best",
     device_options: DeviceFlags = DEFAULT_DEVICE,
@@ -44,9 +45,11 @@ def generate(
     prompt
         Text to continue; may be given several times, for several texts. [default: begin a new text]
     prompt_file
-        File that contains the prompt.
+        File that contains the prompt; of a run on MIDI files, a MIDI file.
     chat
         Reply to each line of standard input, with memory of all lines before; a reply ends at a newline or at --stop.
+    out
+        New MIDI file for the generated piece, with its prompt; for a run on MIDI files.
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
@@ -57,11 +60,22 @@ def generate(
         raise UserError("--prompt and --prompt-file were both given; use one of them")
     if chat and (prompt or prompt_file or json or is_list):
         raise UserError("--chat reads prompts from standard input and prints one reply; leave the other options out")
-    if config.max_new_tokens is None and (json or is_list):
-        raise UserError("--max-new-tokens none never ends; give a number, or generate a single text without --json")
+    if config.max_new_tokens is None and (json or is_list or out is not None):
+        raise UserError(
+            "--max-new-tokens none never ends; give a number, or generate a single text without --json and --out"
+        )
     if config.logprobs and not json:
         raise UserError("--logprobs are printed with --json; give that too")
-    if prompt_file is not None:
+    if out is not None:
+        if chat or is_list or prompt or config.logprobs:
+            raise UserError(
+                "--out writes one piece of music; leave --prompt, --num-samples, --num-beams, --logprobs and --chat "
+                "out (a piece to continue is given by --prompt-file)"
+            )
+        from transformer_xl.text.midi import check_midi_path
+
+        check_midi_path(out)
+    if prompt_file is not None and out is None:
         from transformer_xl.text.sources.archives import read_text_file
 
         prompts = [read_text_file(prompt_file)]
@@ -71,6 +85,9 @@ def generate(
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     say_weights(loaded.weights)
+    if out is not None:
+        _write_midi(run, loaded, prompt_file, config, out, json=json)
+        return
     say_memory_length(loaded, memory_plan(loaded, config))
     say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
@@ -81,6 +98,22 @@ def generate(
         from transformer_xl.generation.generate import stream
 
         _print_stream(stream(loaded, prompts[0], config))
+
+
+def _write_midi(
+    path: Path, run: Run, prompt_file: Path | None, config: GenerationConfig, out: Path, *, json: bool
+) -> None:
+    """Generate a piece of music, and print what the file has."""
+    from transformer_xl.generation.music import generate_midi
+
+    piece = generate_midi(run, out, prompt_file, config)
+    num_tokens = len(piece.completion.token_ids)
+    if not json:
+        print(f"{piece.path}: {piece.num_notes:,} notes; {num_tokens:,} new tokens")
+        return
+    weights = run.weights.as_dict() if run.weights else {}
+    facts = {"out": str(piece.path), "num_notes": piece.num_notes, **piece.completion.details()}
+    print_json({"run": str(path), **weights, **facts})
 
 
 def _print_completions(

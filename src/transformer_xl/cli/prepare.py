@@ -61,9 +61,9 @@ def prepare(
         exclude: Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated.
         encoding: Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other
             files of a folder are left out. [default: utf-8]
-        tokenizer: byte, char, word, bpe or integer; or a trained one: the folder of a corpus or run, its
-            txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set, else
-            byte]
+        tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a corpus or
+            run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set,
+            else byte]
         settings: How the tokenizer is trained.
         document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
         data_dir: File or folder that has the files of the named data set. [default: download them]

@@ -18,6 +18,7 @@ from transformer_xl.config import UserError, check_settings, check_type, checked
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
+from transformer_xl.text.midi import midi_codec
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
@@ -103,9 +104,9 @@ def prepare(
         encoding: the encoding of the files, such as latin-1, or None for utf-8; the corpus has their text as UTF-8.
             binary takes the bytes of any file as they are. Otherwise files of folders and patterns that are not text
             are left out, with a note.
-        tokenizer: byte, char, word, bpe or integer; the settings of a tokenizer to train; a trained tokenizer; or its
-            path (as in `load_tokenizer`). None means the data set's default; for other text, integer if the files are
-            .npy, else byte.
+        tokenizer: byte, char, word, bpe or integer; midi, which makes a corpus of integers from MIDI files (extra
+            `music`); the settings of a tokenizer to train; a trained tokenizer; or its path (as in `load_tokenizer`).
+            None means the data set's default; for other text, integer if the files are .npy, else byte.
         vocab_size: see `TokenizerConfig`; for this and the next five, None means the setting of the named
             data set, or else the default of `TokenizerConfig`.
         min_frequency: see `TokenizerConfig`.
@@ -153,7 +154,17 @@ def prepare(
     settings = {name: value for name, value in all_settings.items() if value is not None}
     paths = _paths(source)
     dataset = _dataset(paths)
-    given_tokenizer = _resolve_tokenizer(tokenizer, settings)
+    if tokenizer == "midi":
+        if dataset or documents is not None:
+            what = f"the data set {dataset}" if dataset else "texts in memory"
+            raise UserError(f"--tokenizer midi is for MIDI files, not for {what}; name another tokenizer")
+        if settings:
+            flags = ", ".join(_flag(name, value) for name, value in settings.items())
+            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {flags} out")
+    codec = midi_codec() if tokenizer == "midi" else None
+    given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
+    if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
+        codec = midi_codec(given_tokenizer)
     # Check the output folder and the settings before anything is downloaded or read.
     folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
     if folder:
@@ -162,6 +173,10 @@ def prepare(
         default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
         _tokenizer_config(given_tokenizer, default, settings)
     selection = _selection(include, exclude, encoding)
+    if codec is not None and documents is None and not dataset:
+        if encoding is not None:
+            raise UserError(f"--encoding {encoding} is for text, and these are MIDI files; leave it out")
+        selection = replace(selection or FileSelection(), midi=codec)
     text = find_text(
         paths,
         documents=documents,
@@ -356,6 +371,11 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     ]
 
 
+def _flag(name: str, value: object) -> str:
+    """Return the flag that gives a setting of the tokenizer this value."""
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+
+
 def _resolve_tokenizer(
     tokenizer: StrPath | Tokenizer | TokenizerConfig | None, settings: Mapping[str, Any]
 ) -> Tokenizer | TokenizerConfig | TokenizerKind | None:
@@ -365,11 +385,10 @@ def _resolve_tokenizer(
     if tokenizer in TOKENIZER_KINDS:
         return cast(TokenizerKind, tokenizer)
     if settings:
-        flags = ", ".join(f"--{'no-' if value is False else ''}{name}" for name, value in settings.items())
+        flags = ", ".join(_flag(name, value) for name, value in settings.items())
         label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
         raise UserError(
-            f"--tokenizer {label} is trained already; leave {flags.replace('_', '-')} out, or name a kind "
-            f"({', '.join(TOKENIZER_KINDS)})"
+            f"--tokenizer {label} is trained already; leave {flags} out, or name a kind ({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
 

@@ -20,6 +20,7 @@ from typing_extensions import override
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
+from transformer_xl.text.midi import MIDI_SUFFIXES, MidiCodec, MidiError
 from transformer_xl.text.sources.archives import (
     BINARY,
     COMPRESSED_SUFFIXES,
@@ -175,6 +176,8 @@ class FileSelection:
     """Glob patterns; files that match one of them are left out."""
     encoding: str = "utf-8"
     """A text encoding of Python; or binary, which takes the bytes of any file as they are."""
+    midi: MidiCodec | None = None
+    """Reads all files as MIDI files, or None if they are text."""
     used: set[str] = field(default_factory=set, compare=False)
     """Patterns that a file matched so far."""
 
@@ -232,6 +235,7 @@ def texts_of_paths(
     with as_user_error(f"{option}reading the files"):
         total = sum(file.stat().st_size for files, _ in found for file in files)
     done = 0
+    advice = f", or {_ENCODING}" if selection.midi is None else ""
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -244,16 +248,19 @@ def texts_of_paths(
         of_path: list[TextRange] = []
         for file in files:
             try:
-                of_path.append(_text_of_file(file, selection.encoding, advance))
+                of_path.append(_text_of_file(file, selection, advance))
             except NotTextError as error:
                 if is_named:
                     raise UserError(f"{option}{error}") from None
                 skipped.append(f"{file} ({error.reason})")
         if not of_path:
-            raise UserError(f"{option}no file of {path} is text: {_first_few(skipped)}; name another, or {_ENCODING}")
+            what = "text" if selection.midi is None else "a MIDI file"
+            raise UserError(f"{option}no file of {path} is {what}: {_first_few(skipped)}; name another{advice}")
         texts += of_path
     if not skipped:
         return texts, ()
+    if selection.midi is not None:
+        return texts, (f"{option}left out {len(skipped):,} files, which are not MIDI: {_first_few(skipped)}",)
     few = _first_few(skipped)
     num_files = sum(len(files) for files, _ in found)
     return texts, (f"{option}left out {len(skipped):,} of {num_files:,} files, which are not text: {few}; {_ENCODING}",)
@@ -267,12 +274,19 @@ def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
-def _text_of_file(path: Path, encoding: str, progress: Callable[[int], None]) -> TextRange:
+def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int], None]) -> TextRange:
     """Return a whole file.
 
     Raises:
-        NotTextError: it is an archive, or not text in this encoding.
+        NotTextError: it is an archive, or not text in this encoding; or not a MIDI file, if it should be.
     """
+    if selection.midi is not None:
+        text = BytesRange(path, content=" ".join(map(str, piece_ids(selection.midi, path))).encode() + b"\n")
+        progress(path.stat().st_size)
+        return text
+    encoding = selection.encoding
+    if path.suffix.lower() in MIDI_SUFFIXES and encoding != BINARY:
+        raise NotTextError(f"{path} is a MIDI file; give --tokenizer midi, or leave it out", "a MIDI file")
     if is_archive(path):
         raise NotTextError(f"{path} is an archive; extract it first, or leave it out", "an archive")
     if path.suffix.lower() == ".npy":
@@ -283,6 +297,18 @@ def _text_of_file(path: Path, encoding: str, progress: Callable[[int], None]) ->
         return check_text(FileRange(path, encoding=encoding), progress)
     text = FileRange(path)
     return text if text.is_compressed else replace(text, stop=text.size())
+
+
+def piece_ids(codec: MidiCodec, path: Path) -> list[int]:
+    """Return the tokens of a MIDI file.
+
+    Raises:
+        NotTextError: it is not a MIDI file with notes, or too large.
+    """
+    try:
+        return codec.encode_file(path)
+    except MidiError as error:
+        raise NotTextError(f"{path}: {error}; leave it out, or save the piece as MIDI again", str(error)) from None
 
 
 def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Path], bool]:

@@ -7,6 +7,7 @@ sequence. Without that token a newline is whitespace, and every id is an integer
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ class IntegerTokenizer(Tokenizer):
     """Number of different integers."""
     add_eos: bool = True
     """Whether there is an end-of-sequence token, with id `num_values`; without it the ids are the integers alone."""
+    midi: str = ""
+    """What the integers mean in music, as JSON: the settings of MidiTok, and the name of each token (see `midi.py`)."""
 
     kind = "integer"
     is_lossless = False
@@ -108,7 +111,8 @@ class IntegerTokenizer(Tokenizer):
     @override
     def to_json(self) -> dict[str, Any]:
         values = {"kind": self.kind, "num_values": self.num_values}
-        return values if self.add_eos else {**values, "add_eos": False}
+        values |= {} if self.add_eos else {"add_eos": False}
+        return values | ({"midi": json.loads(self.midi)} if self.midi else {})
 
     @classmethod
     @override
@@ -118,4 +122,16 @@ class IntegerTokenizer(Tokenizer):
             raise ValueError(f"num_values is {num_values!r}, expected an integer from 1 to {MAX_VALUES}")
         if type(add_eos) is not bool:
             raise ValueError(f"add_eos is {add_eos!r}, expected true or false")
-        return cls(num_values, add_eos)
+        midi = values.get("midi")
+        if midi is None:
+            return cls(num_values, add_eos)
+        if not (
+            isinstance(midi, dict)
+            and midi.keys() == {"settings", "tokens"}
+            and isinstance(midi["settings"], dict)
+            and isinstance(midi["tokens"], list)
+        ):
+            raise ValueError("its description of MIDI tokens has no settings or no tokens")
+        if len(midi["tokens"]) != num_values or not all(isinstance(token, str) for token in midi["tokens"]):
+            raise ValueError(f"it has {len(midi['tokens'])} MIDI tokens for {num_values} integers, or no names of them")
+        return cls(num_values, add_eos, json.dumps(midi, sort_keys=True))

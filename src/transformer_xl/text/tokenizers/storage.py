@@ -29,7 +29,7 @@ _CLASSES: dict[TokenizerKind, str] = {
     "bpe": "BPETokenizer",
     "integer": "IntegerTokenizer",
 }
-_TOKEN_KEYS = ("words", "characters", "num_values", "counts")  # the keys of the JSON that are no settings
+_TOKEN_KEYS = ("words", "characters", "num_values", "counts", "midi")  # the keys of the JSON that are no settings
 _KINDS = ", ".join(TOKENIZER_KINDS)
 _COPY_AGAIN = "copy it again from its source, or make the corpus again with 'txl prepare'"
 
