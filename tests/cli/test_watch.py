@@ -235,7 +235,13 @@ def test_a_followed_file_in_processes_that_are_stopped(tmp_path: Path) -> None:
         ("watch run --max-delay nan", "--max-delay nan is out of range"),
         ("watch run --socket 0.0.0.0:80", "not an address of this machine alone; give 127.0.0.1:PORT"),
         ("watch run --socket taken/none/s", "listening at taken/none/s: no such file"),
-        ("watch run --socket log", "listening at log"),
+        ("watch run --socket log", "log exists already"),
+        ("watch run --socket=", "'' is no address; give 127.0.0.1:PORT"),
+        ("watch run --socket localhost:log", "'localhost:log' is no address; .* or a path such as ./a:b"),
+        ("watch run --socket localhost:65536", "port up to 65535"),
+        ("watch run --threshold nan", "--threshold nan is no number of bits; leave it out"),
+        ("watch run --threshold=-inf", "--threshold -inf is no number of bits; leave it out"),
+        ("watch run --state gone/state", "folder gone is missing or cannot be written to"),
         ("watch run --state log --file log", "log is damaged"),
         ("watch run --state taken --file log", "taken"),
         ("watch run --method sliding-window --attention-window 5", "method sliding-window cannot read a stream"),
@@ -244,3 +250,8 @@ def test_a_followed_file_in_processes_that_are_stopped(tmp_path: Path) -> None:
 )
 def test_wrong_use_is_refused(folder: Path, words: str, message: str, capfd: Capture) -> None:
     assert_refused(folder, words, message, capfd)
+
+
+def test_a_closed_standard_input_is_refused(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert_refused(folder, "watch run", "standard input is closed; give it a text, or give --file or --socket", capfd)

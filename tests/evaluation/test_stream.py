@@ -267,7 +267,7 @@ def test_states_of_others_are_refused(run_of, tmp_path: Path) -> None:
         SurprisalStream.load(run, path, segment_length=5)
     with torch.no_grad():
         next(run.model.parameters()).add_(1)
-    with pytest.raises(UserError, match="the state of a stream with another weights"):
+    with pytest.raises(UserError, match="the state of a stream with other weights"):
         SurprisalStream.load(run, path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="is damaged"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import sys
 import time
@@ -82,7 +84,7 @@ def watch(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    _check(file, socket, threshold, calibrate, false_alarms, from_end=from_end, max_delay=max_delay)
+    _check(file, socket, threshold, calibrate, false_alarms, state, from_end=from_end, max_delay=max_delay)
     config = evaluation_config(settings)
     from transformer_xl.evaluation.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
@@ -130,6 +132,7 @@ def _check(
     threshold: float | None,
     calibrate: Path | None,
     false_alarms: float | None,
+    state: Path | None,
     *,
     from_end: bool,
     max_delay: float,
@@ -138,12 +141,16 @@ def _check(
         raise UserError("--file and --socket were both given; use one of them")
     if from_end and file is None:
         raise UserError("--from-end is for --file; give a file, or leave it out")
+    if threshold is not None and not math.isfinite(threshold):
+        raise UserError(f"--threshold {threshold:g} is no number of bits; leave it out to print every line")
     if threshold is not None and calibrate is not None:
         raise UserError("--threshold and --calibrate were both given; use one of them")
     if false_alarms is not None and calibrate is None:
         raise UserError("--false-alarms needs --calibrate FILE, with normal text")
     if false_alarms is not None and not 0 <= false_alarms < 1:
         raise UserError(f"--false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+    if state is not None and not os.access(state.absolute().parent, os.W_OK):  # the state is written at the end
+        raise UserError(f"--state {state}: folder {state.parent} is missing or cannot be written to; give another path")
     if not 0 <= max_delay <= 3600:
         raise UserError(f"--max-delay {max_delay:g} is out of range; give seconds from 0 to 3600, such as 0.2")
 
@@ -157,6 +164,10 @@ def _open(file: Path | None, socket: str | None, *, from_end: bool) -> LiveText:
         source = SocketText(socket)
         say(f"listening at {source.name}")
         return source
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give it a text, or give --file or --socket")
+    if sys.stdin.isatty():
+        say("reading what is typed, until Ctrl-D; a log is read with txl watch RUN < FILE, or --file FILE")
     return PipedText(sys.stdin.fileno())
 
 

@@ -288,9 +288,9 @@ class SurprisalStream:
                 raise
             raise UserError(f"{path} is not the state of a stream; give the file that a stream was saved to") from None
         own = self._identity()
-        for name, what in (("weights_sha256", "weights"), ("tokenizer_sha256", "tokenizer")):
+        for name, what in (("weights_sha256", "other weights"), ("tokenizer_sha256", "another tokenizer")):
             if identity[name] != own[name]:
-                raise UserError(f"{path} is the state of a stream with another {what}; give its run, or another file")
+                raise UserError(f"{path} is the state of a stream with {what}; give its run, or another file")
         if identity["settings"] != own["settings"]:
             check_type(identity["settings"], dict, f"{path}: settings", "give another file")
             difference = first_difference(identity["settings"], own["settings"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error
+from transformer_xl.files import as_user_error, check_is_new
 
 BLOCK_BYTES = 2**13  # read at once; a signal is noticed between two blocks
 _POLL_SECONDS = 0.1  # between two looks at a file that has not grown
@@ -193,7 +193,11 @@ class SocketText:
         self.name, self._path = address, None
         host, colon, port = address.rpartition(":")
         with as_user_error(f"listening at {address}"):
-            if colon and port.isdecimal() and "/" not in host:
+            if not address or (colon and "/" not in address and not (port.isdecimal() and 0 <= int(port) < 2**16)):
+                raise UserError(
+                    f"'{address}' is no address; give 127.0.0.1:PORT with a port up to 65535, or a path such as ./a:b"
+                )
+            if colon and "/" not in address:
                 self._server = _listening_port(host, int(port))
             else:
                 self._path = Path(address)
@@ -273,7 +277,7 @@ def _listening_port(host: str, port: int) -> socket.socket:
         is_local = name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         is_local = False
-    if not is_local or port >= 2**16:
+    if not is_local:
         raise UserError(f"{host}:{port} is not an address of this machine alone; give 127.0.0.1:PORT or a path")
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     return socket.create_server((name, port), family=family)
@@ -285,6 +289,7 @@ def _listening_path(path: Path) -> socket.socket:
             if probe.connect_ex(str(path)) == 0:
                 raise UserError(f"{path} is in use by another program; give another path, or stop that program")
         path.unlink()  # left by a process that was killed
+    check_is_new(path)
     server = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)  # for this user alone
     try:
