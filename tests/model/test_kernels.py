@@ -226,6 +226,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     for constant, size in sizes.items():
         monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{constant}", size)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("transformer_xl.model.kernels.native._DECODE_QUERIES", 5)  # used without gradients
     inputs = random_inputs(5, 7, window)
     valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     is_token_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
@@ -295,6 +296,7 @@ LARGE = {
     "window, clamped, padding": (131, 400, 6, 301, 170, [10, -50, 400]),
     "many clamped": (70, 700, 41, None, 500, None),
     "long memory, smaller blocks": (33, 2100, 4, 2000, 500, None),
+    "episode starts, window": (131, 257, 8, 201, 0, [257, -3, 100]),
 }
 
 
@@ -310,7 +312,12 @@ def test_native_kernel_equals_the_reference_kernel_over_several_blocks(case):
         (2, width), (2, width), (3, num_queries, 2, width),
     ]  # fmt: skip
     *tensors, weight_BTNH = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    mask = AttentionMask(None if valid is None else torch.tensor(valid), num_clamped)
+    valid_B = None if valid is None else torch.tensor(valid)
+    first_key_BT = None
+    if "episode" in case:
+        query_T = torch.arange(num_queries)
+        first_key_BT = torch.stack([torch.where(query_T < at, 0, num_memory + at) for at in (1, 64, 100)])
+    mask = AttentionMask(valid_B, num_clamped, first_key_BT)
     if valid is not None:  # outputs of padding are meaningless
         for row, count in enumerate(valid):
             weight_BTNH[row, : max(0, -count)] = 0
@@ -363,10 +370,10 @@ def test_native_operators_pass_torch_s_checks():
     """Schemas, shapes on the meta device, autograd and torch.compile's dispatch."""
     tensors = [tensor.detach().float().requires_grad_() for tensor in random_inputs(5, 7, None).tensors()]
     valid_B, seed = torch.tensor([3, 7]), torch.tensor(5)
-    torch.library.opcheck(operators().attention.default, (tensors, valid_B, seed, 0.2, 0))
+    torch.library.opcheck(operators().attention.default, (tensors, valid_B, None, seed, 0.2, 0))
     detached = [tensor.detach() for tensor in tensors]
-    out_BTNH, lse_BNT = operators().attention(detached, valid_B, None, 0.0, 0)
+    out_BTNH, lse_BNT = operators().attention(detached, valid_B, None, None, 0.0, 0)
     checks = ("test_schema", "test_faketensor")  # these have no gradients
-    backward = (out_BTNH, lse_BNT, detached, valid_B, None, 0.0, 0)
+    backward = (out_BTNH, lse_BNT, detached, valid_B, None, None, 0.0, 0)
     torch.library.opcheck(operators().attention_backward.default, backward, test_utils=checks)
-    torch.library.opcheck(operators().attention_decode.default, (detached, None, 0), test_utils=checks)
+    torch.library.opcheck(operators().attention_decode.default, (detached, valid_B, None, 0), test_utils=checks)

@@ -84,11 +84,11 @@ def _gradient_shapes(_dout: Tensor, _lse: Tensor, tensors: Sequence[Tensor], *_:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, valid_B, seed, ctx.dropout, ctx.num_clamped = inputs
-    ctx.save_for_backward(output[1], valid_B, seed, *tensors)
+    tensors, valid_B, first_key_BT, seed, ctx.dropout, ctx.num_clamped = inputs
+    ctx.save_for_backward(output[1], valid_B, first_key_BT, seed, *tensors)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    lse_BNT, valid_B, seed, *tensors = ctx.saved_tensors
-    arguments = (dout_BTNH, lse_BNT, tensors, valid_B, seed, ctx.dropout, ctx.num_clamped)
-    return torch.ops.transformer_xl_native.attention_backward(*arguments), None, None, None, None
+    lse_BNT, valid_B, first_key_BT, seed, *tensors = ctx.saved_tensors
+    arguments = (dout_BTNH, lse_BNT, tensors, valid_B, first_key_BT, seed, ctx.dropout, ctx.num_clamped)
+    return torch.ops.transformer_xl_native.attention_backward(*arguments), None, None, None, None, None

@@ -188,6 +188,7 @@ struct Stretch {
     const int64_t memory = z.S - z.T, empty = z.valid ? memory - z.valid[b] : 0;
     last = memory + query;
     first = larger(larger(0, empty), last - (z.P + z.clamped) + 1);
+    if (z.first_key) first = larger(first, z.first_key[b * z.T + query]);
   }
   int64_t count() const { return larger(0, last - first + 1); }
 };
@@ -244,7 +245,9 @@ struct Block {
   int64_t distance = 0;        // index of the position key of the first column of scores; negative: clamped
   Block(const Attention& z, int64_t b, int64_t first, int64_t size)
       : start(first), valid(smaller(size, z.T - first)), rows(round_up(valid, kRows)) {
-    const int64_t end = z.S - z.T + start + valid, begin = Stretch(z, b, start).first;
+    const int64_t end = z.S - z.T + start + valid;
+    int64_t begin = end;
+    for (int64_t a = 0; a < valid; a++) begin = smaller(begin, Stretch(z, b, start + a).first);
     if (begin >= end) return;
     key = begin / kUnit * kUnit, keys = round_up(end - key, kUnit);
     distance = key + z.P - (z.S - z.T) - start - rows;

@@ -29,7 +29,8 @@ struct View {
 struct Attention {
   int64_t B, T, S, P, N, H;
   int64_t clamped;       // num_clamped of the mask
-  const int64_t* valid;  // valid_B of the mask, or null
+  const int64_t* valid;      // valid_B of the mask, or null
+  const int64_t* first_key;  // first_key_BT of the mask, or null
   double dropout;
   uint64_t seed;
   int64_t groups;

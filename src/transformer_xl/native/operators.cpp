@@ -70,8 +70,8 @@ View view(const Tensor& x) {
 }
 
 // `inputs` are the tensors of AttentionInputs, in that order
-Attention checked(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& seed, double dropout,
-                  int64_t clamped) {
+Attention checked(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
+                  const OptionalTensor& seed, double dropout, int64_t clamped) {
   TORCH_CHECK(inputs.size() == 6, "attention has six inputs");
   const Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2], &r = inputs[3];
   Attention z{};
@@ -82,10 +82,12 @@ Attention checked(at::TensorList inputs, const OptionalTensor& valid, const Opti
   TORCH_CHECK(k.sizes() == v.sizes() && k.size(0) == z.B && z.S >= z.T, "wrong shapes of keys or values");
   TORCH_CHECK(z.P >= 1 && z.P + clamped <= z.S, "wrong number of distances");
   z.clamped = clamped, z.dropout = dropout;
-  if (valid) {
-    TORCH_CHECK(valid->scalar_type() == at::kLong && valid->is_contiguous() && valid->numel() == z.B, "wrong valid_B");
-    z.valid = valid->const_data_ptr<int64_t>();
-  }
+  const auto numbers = [](const OptionalTensor& x, int64_t count) -> const int64_t* {
+    if (!x) return nullptr;
+    TORCH_CHECK(x->scalar_type() == at::kLong && x->is_contiguous() && x->numel() == count, "wrong mask of attention");
+    return x->const_data_ptr<int64_t>();
+  };
+  z.valid = numbers(valid, z.B), z.first_key = numbers(first_key, z.B * z.T);
   if (dropout > 0) {
     TORCH_CHECK(seed && dropout < 1, "dropout needs a seed, and a rate below 1");
     z.seed = static_cast<uint64_t>(seed->item<int64_t>());
@@ -103,9 +105,10 @@ void run(const Attention& z, const Tensor& q, void (*task)(const Attention&, int
   });
 }
 
-std::tuple<Tensor, Tensor> attention(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& seed,
-                                     double dropout, int64_t clamped) {
-  Attention z = checked(inputs, valid, seed, dropout, clamped);
+std::tuple<Tensor, Tensor> attention(at::TensorList inputs, const OptionalTensor& valid,
+                                     const OptionalTensor& first_key, const OptionalTensor& seed, double dropout,
+                                     int64_t clamped) {
+  Attention z = checked(inputs, valid, first_key, seed, dropout, clamped);
   const Tensor& q = inputs[0];
   const auto sums = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   Tensor out = at::empty(q.sizes(), q.options()), lse = at::empty({z.B, z.N, z.T}, sums);
@@ -115,9 +118,9 @@ std::tuple<Tensor, Tensor> attention(at::TensorList inputs, const OptionalTensor
 }
 
 std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& lse, at::TensorList inputs,
-                                       const OptionalTensor& valid, const OptionalTensor& seed, double dropout,
-                                       int64_t clamped) {
-  Attention z = checked(inputs, valid, seed, dropout, clamped);
+                                       const OptionalTensor& valid, const OptionalTensor& first_key,
+                                       const OptionalTensor& seed, double dropout, int64_t clamped) {
+  Attention z = checked(inputs, valid, first_key, seed, dropout, clamped);
   const Tensor &q = inputs[0], &k = inputs[1];
   TORCH_CHECK(dout.sizes() == q.sizes() && dout.scalar_type() == q.scalar_type(), "wrong gradient of the output");
   Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty(k.sizes(), q.options()), dv = at::empty_like(dk);
@@ -130,8 +133,9 @@ std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& lse, at
   return {dq, dk, dv, total(dr).transpose(0, 1).contiguous(), total(du), total(dw)};
 }
 
-Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, int64_t clamped) {
-  Attention z = checked(inputs, valid, {}, 0, clamped);
+Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
+                        int64_t clamped) {
+  Attention z = checked(inputs, valid, first_key, {}, 0, clamped);
   for (const Tensor& x : {inputs[1], inputs[3]})
     TORCH_CHECK(x.stride(-1) == 1 || x.stride(-3) == 1, "keys must be stored by rows or by columns");
   TORCH_CHECK(inputs[2].stride(-1) == 1, "values must be stored by rows");
@@ -145,11 +149,13 @@ Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, int6
 }  // namespace txl
 
 TORCH_LIBRARY(transformer_xl_native, m) {
-  m.def("attention(Tensor[] inputs, Tensor? valid, Tensor? seed, float dropout, int num_clamped) -> (Tensor, Tensor)");
   m.def(
-      "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? seed, float dropout, "
-      "int num_clamped) -> Tensor[]");
-  m.def("attention_decode(Tensor[] inputs, Tensor? valid, int num_clamped) -> Tensor");
+      "attention(Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, float dropout, int num_clamped) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, "
+      "float dropout, int num_clamped) -> Tensor[]");
+  m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
   m.def("description() -> str", &txl::description);
 }
 TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {

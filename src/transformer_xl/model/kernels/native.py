@@ -2,8 +2,7 @@
 
 A block of scores is computed, shifted, normalized, dropped and used while it is in cache, with sums in float32; the
 backward pass computes it again. Dropout comes from a counter and one seed from torch's random state, so it depends
-neither on the number of threads nor on blocks. Left to `cpu.py`: float16, inputs of different dtypes, and episodes that
-start inside the segment.
+neither on the number of threads nor on blocks. Left to `cpu.py`: float16, and inputs of different dtypes.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width.
 """
@@ -29,13 +28,14 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
     """Compute relative attention; returns (B, T, N, H)."""
     tensors, dtype = inputs.tensors(), inputs.q_BTNH.dtype
-    if dtype not in _DTYPES or any(tensor.dtype != dtype for tensor in tensors) or mask.first_key_BT is not None:
-        return cpu.attend(inputs, mask, dropout)  # under another autocast than that to bfloat16, or with episode starts
+    if dtype not in _DTYPES or any(tensor.dtype != dtype for tensor in tensors):
+        return cpu.attend(inputs, mask, dropout)  # under another autocast than that to bfloat16
+    keys = [None if tensor is None else tensor.contiguous() for tensor in (mask.valid_B, mask.first_key_BT)]
     operators, needs_blocks = torch.ops.transformer_xl_native, torch.is_grad_enabled() or dropout
     if inputs.q_BTNH.shape[1] <= _DECODE_QUERIES and not needs_blocks and _is_stored_in_order(inputs):
-        return operators.attention_decode(tensors, mask.valid_B, mask.num_clamped)
+        return operators.attention_decode(tensors, *keys, mask.num_clamped)
     seed = torch.randint(2**62, ()) if dropout else None
-    return operators.attention(tensors, mask.valid_B, seed, dropout, mask.num_clamped)[0]
+    return operators.attention(tensors, *keys, seed, dropout, mask.num_clamped)[0]
 
 
 def _is_stored_in_order(inputs: AttentionInputs) -> bool:
