@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from transformer_xl import native
 from transformer_xl.model.kernels import choose
 from transformer_xl.native import build
 
-STATUS = native.status
 RECORD = build.find_record() if native.operators() else None
 LIBRARY = build.library_path(RECORD) if RECORD else None
 BUILD = ["info", "--build-native"]
@@ -36,13 +34,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the libraries, which does not exist yet; the operators of this process are loaded from there."""
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TXL_NATIVE", raising=False)
-    monkeypatch.setattr(native, "status", cache(STATUS.__wrapped__))
+    monkeypatch.setattr(native, "_status", None)
     return tmp_path / "cache" / "native"
 
 
 def reloaded(monkeypatch: pytest.MonkeyPatch) -> native.NativeStatus:
     """Return the status that a new process would find."""
-    monkeypatch.setattr(native, "status", cache(STATUS.__wrapped__))
+    monkeypatch.setattr(native, "_status", None)
     return native.status()
 
 

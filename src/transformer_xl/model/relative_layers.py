@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from transformer_xl import native
 from transformer_xl.config import RelativeConfig, RelativeLayerConfig, TransformerXLConfig
 from transformer_xl.model import kernels
 from transformer_xl.model.attention import AttentionContext, Biases, Layer, encode_distances, make_final_norm
@@ -39,6 +40,7 @@ class RelativeLayers(ModelWithMemory):
             UserError: the attention kernel is unknown.
         """
         kernels.check(config.attn_implementation)
+        native.status()  # loads the operators, which torch.compile cannot trace
         self.attn_implementation = config.attn_implementation
         self.cache_shapes = {HiddenCache: (config.d_model,), KeyValueCache: (config.n_heads, config.head_dim)}
         # Shaw's model has no such settings, and replaces the biases by zeros

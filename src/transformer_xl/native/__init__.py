@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,9 +33,18 @@ class NativeStatus:
     """The instructions that they use, or why they are not used and what to do."""
 
 
-@cache  # loaded once in a process
+_status: NativeStatus | None = None  # a functools.cache would make torch.compile warn
+
+
 def status() -> NativeStatus:
     """Load the operators if they were built for this torch, and return them; nothing is compiled."""
+    global _status
+    if _status is None:
+        _status = _load()
+    return _status
+
+
+def _load() -> NativeStatus:
     if os.environ.get("TXL_NATIVE") == "0":
         return NativeStatus(None, "switched off by TXL_NATIVE=0")
     if reason := build.unsupported():
