@@ -36,7 +36,7 @@ def test_wheel_contains_every_file_of_the_package_and_the_license(wheel):
         for path in (ROOT / "src" / "transformer_xl").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {Path(name).suffix for name in sources} >= {".py", ".yaml", ".css", ".js", ".html", ".typed"}
+    assert {Path(name).suffix for name in sources} >= {".py", ".yaml", ".css", ".js", ".html", ".typed", ".cpp", ".h"}
     names = set(wheel.namelist())
     license_file = f"transformer_xl-{transformer_xl.__version__}.dist-info/licenses/LICENSE"
     assert {name for name in names if ".dist-info/" not in name} == sources
