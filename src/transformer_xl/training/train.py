@@ -261,8 +261,10 @@ def _kernel_text(trainer: Trainer) -> str:
     name = trainer.attn_implementation
     if name is None:
         return ""
-    is_slower = trainer.device.type == "cpu" and name != "native"
-    return f"; attention kernel {name}" + (f" (native: {status().text})" if is_slower or name == "native" else "")
+    text, native = f"; attention kernel {name}", status()
+    if name == "native":
+        return f"{text} ({native.text})"
+    return text if native.operators or trainer.device.type != "cpu" else f"{text} (native operators: {native.text})"
 
 
 def ignore(_: str) -> None:
