@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -18,3 +19,34 @@ def test_train_example_stops_resumes_and_finishes(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert re.search(r"stopped at step (11|21) of 24", out)
     assert "finished: True" in out
+
+
+def test_ppo_example_trains_each_agent_and_draws_their_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "ppo_memory.py"))
+    for agent in ("transformer-xl", "gru", "lstm", "none"):
+        sizes = {"corridor": 5, "steps": 128, "window": 4, "memory_length": 6, "width": 8, "environments": 8}
+        example["run"](example["Settings"](agent=agent, **sizes), tmp_path)
+    example["plot"](list(tmp_path.glob("*.json")), tmp_path / "curves.svg")
+    assert capsys.readouterr().out.count("\n| ") == 5
+    assert (tmp_path / "curves.svg").read_text().count("</svg>") == 1
+
+
+def test_corridor_shows_the_cue_once_and_pays_for_the_right_turn() -> None:
+    example = runpy.run_path(str(EXAMPLES / "ppo_memory.py"))
+    corridor = example["Corridor"](4, 3, torch.Generator().manual_seed(1))
+    side_E = corridor.side_E.clone()
+    first_EO = corridor.observe()
+    assert first_EO[:, :2].argmax(-1).tolist() == (side_E - 1).tolist()
+    for _ in range(3):
+        reward_E, done_E, _ = corridor.step(torch.zeros(4, dtype=torch.long))
+        assert not done_E.any()
+        assert reward_E.tolist() == [0.0] * 4
+        assert not corridor.observe()[:, :2].any()
+    assert corridor.observe()[:, 2].all()
+    turn_E = torch.where(torch.arange(4) < 2, side_E, 3 - side_E)
+    reward_E, done_E, right_E = corridor.step(turn_E)
+    assert done_E.all()
+    assert reward_E.tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert right_E.tolist() == [True, True, False, False]

@@ -30,7 +30,7 @@ class Backbone(RelativeLayers):
     def __init__(self, config: BackboneConfig, *, memory_length: int = 128) -> None:
         """Build the backbone with initial weights drawn from torch's global random state.
 
-        Those of the layers are as in the language models, those of the input projection as in torch's Linear.
+        Those of the input projection are as in torch's Linear.
 
         Args:
             config: settings of the layers.
@@ -49,9 +49,16 @@ class Backbone(RelativeLayers):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw initial weights, those of the layers as in the language models."""
-        for module in (*self.layers.modules(), self.final_norm):
+        """Draw initial weights: normal with a variance of 1 / input width; the rest as in the language models.
+
+        Their fixed standard deviation of 0.02 fits widths of some hundreds. In a narrow layer all attention scores
+        would begin near 0, and one step among many would hardly be seen.
+        """
+        init_weights(self.final_norm)
+        for name, module in self.layers.named_modules():
             init_weights(module)
+            if isinstance(module, nn.Linear) and ".gate." not in name:  # gates begin with their biases
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
             if isinstance(module, GRUGate):
                 nn.init.constant_(module.bias, module.initial_bias)
         self.init_biases()
