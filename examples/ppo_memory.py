@@ -1,11 +1,14 @@
-"""PPO on a corridor that is longer than the training window: agents with Transformer-XL's memory and with others.
+"""PPO on tasks whose memory is longer than the training window: agents with Transformer-XL's memory and with others.
 
     python examples/ppo_memory.py train --agent transformer-xl --seed 1 --out results     # a few minutes on one core
     python examples/ppo_memory.py plot results/*.json --out corridor.svg
 
-The first observation of an episode says left or right, once. The agent then walks down a corridor and must turn to that
-side at its end. With 24 steps to walk and windows of 16 steps, no window contains both the cue and the turn: what
-an agent knows of the cue at the turn, it got from the memory that the window began with.
+Task `corridor`: the first observation of an episode says left or right, once. The agent then walks down a corridor and
+must turn to that side at its end. With 24 steps to walk and windows of 16 steps, no window contains both the cue and
+the turn: what an agent knows of the cue at the turn, it got from the memory that the window began with.
+
+Any other task is one of POPGym (Morad et al. 2023; pip install popgym) with discrete actions, for example
+`--task RepeatPreviousMedium`: cards are shown one by one, and the agent must name the suit of the card 31 steps back.
 
 Every agent has the same environment, number of steps and optimizer; each with a memory has its best of the rates 3e-4,
 1e-3 and 3e-3, chosen with another seed (`RATES`). `none` sees the newest observation only.
@@ -29,7 +32,10 @@ from torch.distributions import Categorical
 
 from transformer_xl import Backbone, BackboneConfig
 
-RATES = {"transformer-xl": 3e-4, "gru": 3e-3, "lstm": 1e-3, "none": 1e-3}
+RATES = {
+    "corridor": {"transformer-xl": 3e-4, "gru": 3e-3, "lstm": 1e-3, "none": 1e-3},
+    "RepeatPreviousMedium": {"transformer-xl": 1e-3, "gru": 1e-3, "lstm": 1e-3, "none": 1e-3},
+}
 FORWARD, LEFT, RIGHT = range(3)
 
 
@@ -38,8 +44,9 @@ class Settings:
     """What is trained, and for how long."""
 
     agent: str = "transformer-xl"
+    task: str = "corridor"
     seed: int = 1
-    learning_rate: float = 0.0  # 0: that of RATES
+    learning_rate: float = 0.0  # 0: that of RATES, or 1e-3
     corridor: int = 24
     steps: int = 300_000
     window: int = 16
@@ -58,8 +65,11 @@ class Corridor:
     """A T-maze in each batch row. Observation: cue left, cue right (both only at the start), at the end, a constant.
 
     In the corridor, FORWARD walks a step, and a turn is refused with a small penalty. At the end, the right turn earns
-    1 and the other -1; both end the episode, as does a time limit of twice the length.
+    1 and the other -1; both end the episode, as does a time limit of twice the length. The score of an episode is 1 if
+    it ended with the right turn, else 0.
     """
+
+    num_observations, num_actions = 4, 3
 
     def __init__(self, num_environments: int, length: int, generator: torch.Generator) -> None:
         self.length, self.generator = length, generator
@@ -77,7 +87,7 @@ class Corridor:
         return torch.stack([*columns, torch.ones_like(is_end_E)], -1).float()
 
     def step(self, action_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Act; return the rewards (E), which episodes ended (E), and which of these with the right turn (E)."""
+        """Act; return the rewards (E), which episodes ended (E), and the scores of these (E)."""
         at_end_E, walks_E = self.position_E == self.length, action_E == FORWARD
         turned_E, right_E = at_end_E & ~walks_E, at_end_E & (action_E == self.side_E)
         reward_E = turned_E * (2.0 * right_E - 1) - 0.02 * (at_end_E == walks_E)
@@ -86,7 +96,45 @@ class Corridor:
         done_E = turned_E | (self.age_E >= 2 * self.length)
         self.side_E = torch.where(done_E, self._sides(), self.side_E)
         self.position_E, self.age_E = self.position_E * ~done_E, self.age_E * ~done_E
-        return reward_E, done_E, right_E
+        return reward_E, done_E, right_E.float()
+
+
+class Popgym:
+    """A task of POPGym in each batch row. The score of an episode is the sum of its rewards, from -1 to 1."""
+
+    def __init__(self, num_environments: int, task: str, seed: int) -> None:
+        import gymnasium
+        import popgym  # noqa: F401  registers the tasks
+
+        self.environments = [gymnasium.make(f"popgym-{task}-v0") for _ in range(num_environments)]
+        self.space = self.environments[0].observation_space
+        self.num_observations = gymnasium.spaces.flatdim(self.space)
+        self.num_actions = int(self.environments[0].action_space.n)
+        self._flatten = gymnasium.spaces.flatten
+        self.observations = [
+            self._flatten(self.space, environment.reset(seed=1000 * seed + row)[0])
+            for row, environment in enumerate(self.environments)
+        ]
+        self.return_E = torch.zeros(num_environments)
+
+    def observe(self) -> Tensor:
+        """Return the observations (E, O)."""
+        return torch.stack([torch.as_tensor(observation, dtype=torch.float32) for observation in self.observations])
+
+    def step(self, action_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Act; return the rewards (E), which episodes ended (E), and the scores of these (E)."""
+        rewards, dones = [], []
+        for row, (environment, action) in enumerate(zip(self.environments, action_E.tolist(), strict=True)):
+            observation, reward, terminated, truncated, _ = environment.step(action)
+            if terminated or truncated:
+                observation, _ = environment.reset()
+            self.observations[row] = self._flatten(self.space, observation)
+            rewards.append(float(reward))
+            dones.append(terminated or truncated)
+        reward_E, done_E = torch.tensor(rewards), torch.tensor(dones)
+        score_E = self.return_E + reward_E
+        self.return_E = score_E * ~done_E
+        return reward_E, done_E, score_E
 
 
 class TransformerXLCore(nn.Module):
@@ -160,33 +208,37 @@ CORES = {"transformer-xl": TransformerXLCore, "gru": RecurrentCore, "lstm": Recu
 class Agent(nn.Module):
     """Observation encoder, core with or without memory, policy and value."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, num_observations: int, num_actions: int) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(4, settings.width), nn.ReLU())
+        self.encoder = nn.Sequential(nn.Linear(num_observations, settings.width), nn.ReLU())
         self.core = CORES[settings.agent](settings)
-        self.policy, self.value = nn.Linear(settings.width, 3), nn.Linear(settings.width, 1)
+        self.policy, self.value = nn.Linear(settings.width, num_actions), nn.Linear(settings.width, 1)
         nn.init.normal_(self.policy.weight, std=0.01)
 
     def forward(self, observation_ETO: Tensor, state: Any, starts_ET: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return logits (E, T, 3), values (E, T) and the next state."""
+        """Return logits (E, T, actions), values (E, T) and the next state."""
         features_ETD, state = self.core(self.encoder(observation_ETO), state, starts_ET)
         return self.policy(features_ETD), self.value(features_ETD)[..., 0], state
 
 
 def train(settings: Settings) -> Iterator[dict[str, float]]:
-    """Train an agent; yield the share of episodes with the right turn, and their mean length, after each 10,000 steps.
+    """Train an agent; yield the number and mean score of the episodes that ended, after each 10,000 steps.
 
     A window begins with the state that acting had there (of the weights of then), as in recurrent PPO; no gradient
     goes beyond it.
     """
     torch.manual_seed(settings.seed)
-    environments = Corridor(settings.environments, settings.corridor, torch.Generator().manual_seed(settings.seed))
-    agent = Agent(settings)
-    rate = settings.learning_rate or RATES[settings.agent]
+    if settings.task == "corridor":
+        generator = torch.Generator().manual_seed(settings.seed)
+        environments = Corridor(settings.environments, settings.corridor, generator)
+    else:
+        environments = Popgym(settings.environments, settings.task, settings.seed)
+    agent = Agent(settings, environments.num_observations, environments.num_actions)
+    rate = settings.learning_rate or RATES.get(settings.task, {}).get(settings.agent, 1e-3)
     optimizer = torch.optim.Adam(agent.parameters(), rate, eps=1e-5)
     steps_per_window = settings.window * settings.environments
     state, starts_E = None, torch.ones(settings.environments, dtype=torch.bool)
-    ended, right, since = 0, 0, 0
+    ended, score, since = 0, 0.0, 0
     for update in range(settings.steps // steps_per_window):
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 - update * steps_per_window / settings.steps)
@@ -197,11 +249,11 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
                 logits_E1A, value_E1, state = agent(observation_EO[:, None], state, starts_E[:, None])
                 policy = Categorical(logits=logits_E1A[:, 0])
                 action_E = policy.sample()
-                reward_E, done_E, right_E = environments.step(action_E)
+                reward_E, done_E, score_E = environments.step(action_E)
                 steps.append(
                     (observation_EO, starts_E, action_E, policy.log_prob(action_E), value_E1[:, 0], reward_E, done_E)
                 )
-                starts_E, ended, right = done_E, ended + int(done_E.sum()), right + int(right_E.sum())
+                starts_E, ended, score = done_E, ended + int(done_E.sum()), score + float(score_E[done_E].sum())
             last_value_E = agent(environments.observe()[:, None], state, starts_E[:, None])[1][:, 0]
         observation_ETO, starts_ET, action_ET, log_prob_ET, value_ET, reward_ET, done_ET = (
             torch.stack(column, 1) for column in zip(*steps, strict=True)
@@ -225,8 +277,8 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
                 optimizer.step()
         since += steps_per_window
         if since >= 10_000 or update == settings.steps // steps_per_window - 1:
-            yield {"step": (update + 1) * steps_per_window, "episodes": ended, "success": right / max(ended, 1)}
-            ended, right, since = 0, 0, 0
+            yield {"step": (update + 1) * steps_per_window, "episodes": ended, "score": score / max(ended, 1)}
+            ended, score, since = 0, 0.0, 0
 
 
 def advantages(settings: Settings, reward_ET: Tensor, done_ET: Tensor, value_ET: Tensor, last_E: Tensor) -> Tensor:
@@ -267,20 +319,21 @@ def plot(paths: list[Path], out: Path) -> None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    print("| agent | success at the end, by seed | mean | seconds |\n|---|---|---|---|")
+    print("| agent | score at the end, by seed | mean | seconds |\n|---|---|---|---|")
     styles = zip(("#0072B2", "#E69F00", "#009E73", "#CC79A7"), ("-", "--", "-.", ":"), strict=True)
     for (agent, runs), (color, line) in zip(results.items(), styles, strict=False):
         steps = [point["step"] for point in runs[0]["curve"]]
-        success = torch.tensor([[point["success"] for point in one["curve"]] for one in runs])
-        axes.plot(steps, success.mean(0), line, color=color, label=agent)
-        axes.fill_between(steps, success.amin(0), success.amax(0), color=color, alpha=0.2, linewidth=0)
-        last = success[:, -3:].mean(1)
+        score = torch.tensor([[point["score"] for point in one["curve"]] for one in runs])
+        axes.plot(steps, score.mean(0), line, color=color, label=agent)
+        axes.fill_between(steps, score.amin(0), score.amax(0), color=color, alpha=0.2, linewidth=0)
+        last = score[:, -3:].mean(1)
         seconds = sum(one["seconds"] for one in runs) / len(runs)
         print(
             f"| {agent} | {', '.join(f'{x:.3f}' for x in last.tolist())} | {float(last.mean()):.3f} | {seconds:.0f} |"
         )
-    axes.axhline(0.5, color="#999999", linewidth=0.8)
-    axes.set(xlabel="environment steps", ylabel="episodes with the right turn", ylim=(0, 1.02))
+    task = next(iter(results.values()))[0]["settings"]["task"]
+    label = "share of episodes with the right turn" if task == "corridor" else f"mean return of {task}"
+    axes.set(xlabel="environment steps", ylabel=label)
     axes.legend(loc="best")
     figure.savefig(out)
 
