@@ -276,7 +276,7 @@ def train(settings: Settings) -> Iterator[dict[str, float]]:
                 nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
         since += steps_per_window
-        if since >= 10_000 or update == settings.steps // steps_per_window - 1:
+        if ended and (since >= 10_000 or update == settings.steps // steps_per_window - 1):
             yield {"step": (update + 1) * steps_per_window, "episodes": ended, "score": score / max(ended, 1)}
             ended, score, since = 0, 0.0, 0
 

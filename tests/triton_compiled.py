@@ -1,8 +1,9 @@
-"""Compile the Triton kernels for a Hopper GPU, without needing one, and print the resources they use.
+"""Compile the Triton kernels for a GPU, without needing one, and print the resources they use.
 
-    python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE]
+    python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE [CAPABILITY]]
 
-TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose). Prints one
+TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose).
+CAPABILITY is the compute capability: 80 for Ampere, 90 for Hopper (the default), 100 for Blackwell. Prints one
 JSON object a line for each kernel: registers of a thread, spilled bytes (values that did not fit into registers), and
 bytes of shared memory. TRITON_INTERPRET must not be set, because the interpreter compiles nothing.
 """
@@ -50,7 +51,7 @@ def aligned_paths(types, path=(), name=""):
         yield path
 
 
-def compile_kernel(name, width, dtype, dropout, tile=None):
+def compile_kernel(name, width, dtype, dropout, tile=None, capability=90):
     """Compile a kernel as it would be launched, or with a smaller tile."""
     config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries")
     types = signature(name, POINTERS[dtype], dropout)
@@ -61,7 +62,7 @@ def compile_kernel(name, width, dtype, dropout, tile=None):
     attributes = {path: [["tt.divisibility", 16]] for path in divisible} if width % 16 == 0 else {}
     return triton.compile(
         ASTSource(getattr(kernels, f"{name}_kernel"), types, constants, attributes),
-        target=GPUTarget("cuda", 90, 32),  # compute capability 9.0, warps of 32 threads
+        target=GPUTarget("cuda", capability, 32),  # warps of 32 threads
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
 
@@ -76,9 +77,10 @@ def resources(binary):
     return {"registers": int(registers), "spilled_bytes": int(spilled), "shared_bytes": binary.metadata.shared}
 
 
-def main(width, dtype, dropout, tile=None):
+def main(width, dtype, dropout, tile=None, capability=90):
     for name in NAMES:
-        binary = compile_kernel(name, int(width), getattr(torch, dtype), float(dropout), tile and int(tile))
+        sizes = tile and int(tile), int(capability)
+        binary = compile_kernel(name, int(width), getattr(torch, dtype), float(dropout), *sizes)
         print(json.dumps({"kernel": name, **resources(binary)}), flush=True)
 
 

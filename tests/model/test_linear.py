@@ -100,6 +100,23 @@ def test_changed_weights_are_packed_anew(change):
 
 
 @needs_packing
+def test_other_weights_at_the_same_address_are_packed_anew():
+    """torch counts no change through `.data`, and memory that was freed is soon used again."""
+    linear, x = PackedLinear(512, 512), torch.randn(3, 512)
+    with torch.no_grad():
+        linear(x)
+        for _ in range(20):
+            address, replaced = linear.weight.data_ptr(), 2 * linear.weight.data
+            linear.weight.data = torch.empty(0)
+            linear.weight.data = replaced.clone()
+            after = linear(x)
+            torch.testing.assert_close(after, F.linear(x, linear.weight, linear.bias), rtol=1e-4, atol=1e-4)
+            if linear.weight.data_ptr() == address:
+                return
+    pytest.skip("memory was not used again")
+
+
+@needs_packing
 def test_packed_weights_stay_out_of_copies_files_and_training():
     linear, x = PackedLinear(512, 512), torch.randn(3, 512)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from transformer_xl.model.weights_version import count_optimizer_steps
@@ -36,6 +37,8 @@ class _Packed:
     """The parameters themselves: others may get their addresses later."""
     versions: list[tuple[int, int]]
     """Of each parameter, the number of changes that torch has counted, and its address."""
+    memory: list[StorageWeakRef]
+    """The memory of the parameters: once it is freed, other weights may get the same address."""
 
 
 class PackedLinear(nn.Linear):
@@ -60,6 +63,7 @@ class PackedLinear(nn.Linear):
             or packed.dtype != dtype
             or not all(map(is_, source, packed.source))
             or [(parameter._version, parameter.data_ptr()) for parameter in source] != packed.versions
+            or any(memory.expired() for memory in packed.memory)
             or type(input) is not Tensor
             or not input.is_cpu
         ):
@@ -89,9 +93,9 @@ class PackedLinear(nn.Linear):
         count_optimizer_steps()
         weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().to(dtype).contiguous(), _ROWS)
         bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
-        return _Packed(
-            weight, bias, dtype, source, [(parameter._version, parameter.data_ptr()) for parameter in source]
-        )
+        versions = [(parameter._version, parameter.data_ptr()) for parameter in source]
+        memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in source]
+        return _Packed(weight, bias, dtype, source, versions, memory)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -75,7 +75,11 @@ def min_activations(
     inner = config.n_heads * config.head_dim
     # input, normalized sums, queries, attended values and inner activations of each token; keys and values of all
     per_token = 3 * config.d_model + 2 * inner + config.d_ff
-    return config.n_layers * (segment_length * per_token + 2 * (memory_length + segment_length) * inner)
+    per_key = 2 * inner
+    if isinstance(config, TransformerXLConfig):
+        # the normalized hidden states that keys are computed from, and the keys before they are normalized
+        per_key += config.norm_first * config.d_model + config.qk_norm * inner
+    return config.n_layers * (segment_length * per_token + (memory_length + segment_length) * per_key)
 
 
 def min_cache(config: BaseModelConfig, memory_length: int, *, training: bool = False) -> int:
