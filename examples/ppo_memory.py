@@ -34,7 +34,7 @@ from transformer_xl import Backbone, BackboneConfig
 
 RATES = {
     "corridor": {"transformer-xl": 3e-4, "gru": 3e-3, "lstm": 1e-3, "none": 1e-3},
-    "RepeatPreviousMedium": {"transformer-xl": 1e-3, "gru": 1e-3, "lstm": 1e-3, "none": 1e-3},
+    "RepeatPreviousMedium": {"transformer-xl": 1e-3, "gru": 3e-3, "lstm": 1e-3, "none": 1e-3},
 }
 FORWARD, LEFT, RIGHT = range(3)
 

@@ -13,6 +13,7 @@ import torch
 torchrl = pytest.importorskip("torchrl")
 
 from recall_env import make_env  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
 from tensordict.nn import TensorDictModule, TensorDictSequential  # noqa: E402
 from torchrl.collectors import MultiSyncCollector  # noqa: E402
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: E402
@@ -79,7 +80,9 @@ def test_is_init_at_a_slice_s_start_means_the_stored_memory(rollout):
     later = steps[cut:].clone()
     later["is_init"][0] = True
     torch.testing.assert_close(features_of(module, later), later["features"], rtol=0, atol=1e-5)
-    assert not torch.allclose(features_of(module, later.exclude("memory")), later["features"], atol=1e-3)
+    assert not torch.allclose(
+        features_of(module, later.exclude("memory", "memory_valid")), later["features"], atol=1e-3
+    )
     later["memory"][1:] = 1e3  # not read
     torch.testing.assert_close(features_of(module, later), later["features"], rtol=0, atol=1e-5)
 
@@ -156,3 +159,12 @@ def test_wrong_input_is_refused(rollout):
         with pytest.raises(UserError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("window_length", [0, -4, 3])
+def test_windows_of_a_wrong_length_are_refused(window_length):
+    steps = {"memory": torch.zeros(2, 8, 1, 4, 6), "memory_valid": torch.zeros(2, 8, dtype=torch.long)}
+    with pytest.raises(UserError, match="8 steps are no whole number of windows"):
+        to_windows(TensorDict(steps, batch_size=(2, 8)), window_length)
+    with pytest.raises(UserError, match="with the keys memory and memory_valid"):
+        to_windows(TensorDict({"memory": steps["memory"]}, batch_size=(2, 8)), 4)

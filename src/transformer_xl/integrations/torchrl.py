@@ -122,6 +122,8 @@ class BackboneModule(TensorDictModuleBase):
             starts_BT[:, 0] = False
         memory = self.backbone.initial_memory(len(inputs_BTD))
         hidden_BTLMD, valid_BT = map(as_rows, MEMORY_KEYS)
+        if (hidden_BTLMD is None) != (valid_BT is None):
+            raise UserError(f"the tensordict has only one of {' and '.join(MEMORY_KEYS)}; give both, or none")
         if hidden_BTLMD is not None and valid_BT is not None:
             valid_B = valid_BT[:, 0].reshape(-1)
             memory = memory.with_stacked({"hidden": hidden_BTLMD[:, 0], "valid": valid_B, "position": valid_B})
@@ -146,10 +148,15 @@ def to_windows(data: TensorDictBase, window_length: int) -> TensorDict:
         (windows, L, M, D) and (windows,).
 
     Raises:
-        UserError: the number of steps is not a multiple of the window length.
+        UserError: the number of steps is not a multiple of the window length, or the data have no time or no memory.
     """
+    check_type(window_length, int, "window_length", "give a number of steps")
+    if not data.ndim or any(data.get(key, default=None) is None for key in MEMORY_KEYS):
+        raise UserError(
+            f"expected collected steps with the keys {' and '.join(MEMORY_KEYS)}, and time as the last dimension"
+        )
     num_steps = data.shape[-1]
-    if num_steps % window_length:
+    if window_length < 1 or num_steps % window_length:
         raise UserError(
             f"{num_steps} steps are no whole number of windows of {window_length}; collect a multiple of "
             f"{window_length} steps of each environment"
