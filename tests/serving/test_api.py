@@ -117,6 +117,15 @@ def test_best_of_returns_the_most_likely_samples(run: Run, gpt: openai.OpenAI) -
     assert answer.usage.completion_tokens == 6 * 9
 
 
+def test_sample_that_ends_at_its_first_token_leaves_the_others_as_they_are(client: httpx2.Client) -> None:
+    body = {"prompt": "a", "max_tokens": 6, "logprobs": 0, "seed": 3, "n": 32}
+    samples = [choice["logprobs"]["tokens"] for choice in completion_of(client, **body)["choices"]]
+    stop = next(tokens[0] for tokens in samples if len(tokens[0]) == 1 and tokens[0].isprintable())
+    cut = [choice["logprobs"]["tokens"] for choice in completion_of(client, stop=stop, **body)["choices"]]
+    assert cut == [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in samples]
+    assert [] in cut
+
+
 def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Client) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "logit_bias": {}, "suffix": None}
     answer = completion_of(client, prompt=PROMPT, temperature=0, max_tokens=9, **neutral)

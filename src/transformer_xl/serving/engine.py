@@ -357,7 +357,7 @@ class Engine:
         if batch is None:
             batch = self._batches[key] = RowBatch(slots, self.max_rows)
         samples = [Sample.create(job, index) for index in range(job.num_samples)]
-        self._running[job] = samples
+        self._running[job] = list(samples)  # another list: those that end leave it while the first tokens are chosen
         for one in samples:
             batch.join(one, reader.memory, int(reader.memory.valid_B[0]))
         self._choose(served, batch, samples, reader.hidden_BTD[:, -1:].expand(len(samples), -1, -1))
