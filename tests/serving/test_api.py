@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import httpx2
@@ -115,6 +116,18 @@ def test_best_of_returns_the_most_likely_samples(run: Run, gpt: openai.OpenAI) -
     best = sorted(samples, key=lambda sample: sum(sample.logprobs), reverse=True)[:2]
     assert [choice.text for choice in answer.choices] == [sample.text for sample in best]
     assert answer.usage.completion_tokens == 6 * 9
+
+
+def test_best_of_counts_the_tokens_of_a_stop_string(client: httpx2.Client) -> None:
+    """A sample that is cut at its first token is as likely as that token, not certain."""
+    body = {"prompt": "a", "max_tokens": 6, "logprobs": 0, "seed": 3}
+    samples = [choice["logprobs"] for choice in completion_of(client, n=32, **body)["choices"]]
+    best = max(samples, key=lambda sample: math.fsum(sample["token_logprobs"]) / 6)
+    firsts = [sample["tokens"][0] for sample in samples]
+    stop = next(token for token in firsts if len(token) == 1 and token.isprintable() and token not in best["tokens"])
+    answer = completion_of(client, n=1, best_of=32, stop=stop, **body)["choices"][0]["logprobs"]
+    assert answer["tokens"] == best["tokens"]
+    assert answer["token_logprobs"] == pytest.approx(best["token_logprobs"], abs=1e-5)
 
 
 def test_sample_that_ends_at_its_first_token_leaves_the_others_as_they_are(client: httpx2.Client) -> None:

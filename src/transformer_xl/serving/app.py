@@ -5,7 +5,6 @@ What a body may have is in `protocol.py`, what is checked before in `guard.py`, 
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -481,15 +480,11 @@ def _choices(
     for index, samples in deltas.items():
         ordered = [samples[sample] for sample in sorted(samples)]
         if len(ordered) > text.num_returned:  # best_of
-            ordered = sorted(ordered, key=_mean_logprob, reverse=True)[: text.num_returned]
+            ranked = sorted(samples, key=text.jobs[index].mean_logprob, reverse=True)[: text.num_returned]
+            ordered = [samples[sample] for sample in ranked]
             ordered = [[_renumbered(delta, rank) for delta in sample] for rank, sample in enumerate(ordered)]
         choices += [answer.whole(index, sample) for sample in ordered]
     return choices
-
-
-def _mean_logprob(sample: Sequence[Delta]) -> float:
-    logprobs = [token.logprob or 0.0 for delta in sample for token in delta.tokens]
-    return math.fsum(logprobs) / max(1, len(logprobs))
 
 
 def _renumbered(delta: Delta, sample: int) -> Delta:

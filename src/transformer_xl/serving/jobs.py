@@ -108,6 +108,14 @@ class TextJob:
     def __post_init__(self) -> None:
         self.pending: list[Event] = []
         """What the listener was not told yet."""
+        self.sample_logprobs = [0.0] * self.num_samples
+        """Log-probability of each sample with all its tokens, those of a stop string too, if they are asked for."""
+        self.sample_lengths = [0] * self.num_samples
+        """Number of these tokens of each sample."""
+
+    def mean_logprob(self, sample: int) -> float:
+        """Return the mean log-probability of the tokens of a sample, those of a stop string too."""
+        return self.sample_logprobs[sample] / max(1, self.sample_lengths[sample])
 
     @cached_property
     def input_ids(self) -> list[int]:
@@ -146,6 +154,8 @@ class Sample:
     def add(self, token: ScoredToken) -> Delta:
         """Add a token, and return the text and tokens that no later one can change."""
         builder = self.builder
+        self.job.sample_logprobs[self.index] += token.logprob or 0.0
+        self.job.sample_lengths[self.index] += 1
         begin = self.num_characters + builder.num_held_back
         self.newest = token.token_id
         text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=self.is_eos(token.token_id)))
