@@ -38,6 +38,7 @@ from transformer_xl.serving.rows import MemoryState, RowBatch, row_state
 from transformer_xl.serving.served_model import READING_SLICE, ServedModel
 
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
+_PATIENCE_SECONDS = 5.0  # for which a job lets those pass that need fewer rows
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
 
@@ -234,11 +235,8 @@ class Engine:
                 self._waiting[owner] = deque(jobs)
                 if not jobs:
                     del self._waiting[owner]
-            while self._waiting:
-                owner = next(iter(self._waiting))
+            while (owner := self._next_owner(free)) is not None:
                 jobs = self._waiting[owner]
-                if jobs[0].num_samples > free:
-                    break
                 job = jobs.popleft()
                 free -= job.num_samples
                 admitted.append(job)
@@ -246,6 +244,21 @@ class Engine:
                 if jobs:
                     self._waiting[owner] = jobs  # at the end: the others come first
         return admitted
+
+    def _next_owner(self, free: int) -> str | None:
+        """Return whose job is next for this number of free rows; None: nobody's.
+
+        A job with more samples lets the others go first, but only for a while, or it might wait for ever.
+        """
+        now = time.monotonic()
+        for owner, jobs in self._waiting.items():
+            job = jobs[0]
+            if job.num_samples <= free:
+                return owner
+            job.passed_since = job.passed_since or now
+            if now - job.passed_since >= _PATIENCE_SECONDS:
+                break
+        return None
 
     def _begin(self, job: TextJob) -> None:
         """Prepare to read the prompt of a job."""

@@ -101,6 +101,8 @@ class TextJob:
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.monotonic)
+    passed_since: float | None = None
+    """When it was its turn for the first time, without enough rows for its samples; `time.monotonic`."""
 
     num_generated: int = 0
     """Number of tokens that were generated for all samples."""
