@@ -14,7 +14,7 @@ from servers import make_run, running
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
-from transformer_xl.serving.requests import RequestRunner
+from transformer_xl.serving.requests import RequestRunner, rest_of_end
 
 PROMPT = "Once upon a time, a long text began. "
 KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"
@@ -257,6 +257,47 @@ def test_chat_is_a_completion_of_the_template(run: Run, gpt: openai.OpenAI) -> N
     chunks = list(gpt.chat.completions.create(**arguments, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
     assert chunks[0].choices[0].delta.role == "assistant"
+
+
+@pytest.mark.parametrize("stop", [None, "."])
+def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: httpx2.Client, stop: str | None) -> None:
+    """After `length`, and after a stop string that is not the template's end; not after that end."""
+
+    def chat(session: str, content: str, **body: object) -> dict:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": "tiny", "messages": messages, "session": session, "seed": 1, "stop": stop, **body}
+        answer = client.post("/v1/chat/completions", json={**body, "logprobs": True})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def check(cut: dict[str, object], end: str) -> None:
+        session = chat("new", "hi", **cut)["session"]
+        branch = client.post(f"/v1/sessions/{session}/branch", json={}).json()["id"]
+        cut = {"logprobs": 0, "stop": stop or "\n", **cut}
+        plain = completion_of(client, prompt="user: hi\nassistant: ", session="new", **cut)["session"]
+        prompt = f"{end}user: and\nassistant: "
+        expected = completion_of(client, prompt=prompt, session=plain, **{**cut, "seed": 1, "max_tokens": 4})
+        for one in (session, branch):
+            reply = chat(one, "and", max_tokens=4)
+            assert reply["usage"] == expected["usage"]
+            logprobs = [token["logprob"] for token in reply["choices"][0]["logprobs"]["content"]]
+            assert logprobs == expected["choices"][0]["logprobs"]["token_logprobs"]
+
+    check({"max_tokens": 3}, "\n")
+    for seed in range(100):
+        cut = {"max_tokens": 200, "seed": seed}
+        if chat("new", "hi", **cut)["choices"][0]["finish_reason"] == "stop":
+            check(cut, "" if stop is None else "\n")
+            return
+    pytest.fail("no reply was stopped")
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [("ab", "<end>\n"), ("ab<", "end>\n"), ("a<end>", "\n"), ("a<end>\n", ""), ("<end>\nb", "<end>\n")],
+)
+def test_end_of_a_message_is_added_once(text: str, rest: str) -> None:
+    assert rest_of_end(text, "<end>\n") == rest
 
 
 def test_chat_needs_a_template(run: Run) -> None:

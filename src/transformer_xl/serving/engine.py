@@ -414,7 +414,7 @@ class Engine:
         """Remove a finished sequence; the last one of a job finishes that."""
         job, state = one.job, None
         if job.keep_state:
-            state = self._state(*batch.memory_of(one), one.newest, job)
+            state, job.kept_ids = self._state(*batch.memory_of(one), one.newest, job), one.builder.token_ids
         batch.leave(one)
         self._running[job].remove(one)
         if not self._running[job]:

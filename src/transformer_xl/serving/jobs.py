@@ -106,6 +106,8 @@ class TextJob:
 
     num_generated: int = 0
     """Number of tokens that were generated for all samples."""
+    kept_ids: list[int] = field(default_factory=list)
+    """The tokens that were generated, those of a stop string too, once the job that keeps its state has finished."""
 
     def __post_init__(self) -> None:
         self.pending: list[Event] = []

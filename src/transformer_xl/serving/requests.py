@@ -18,6 +18,7 @@ from transformer_xl.serving.engine import Engine, QueueFullError
 from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
 from transformer_xl.serving.metrics import Metrics
 from transformer_xl.serving.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
+from transformer_xl.serving.rows import MemoryState
 from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import Session, SessionStore
 
@@ -52,9 +53,16 @@ class TextRequest:
     num_returned: int
     """Samples of each prompt that are returned."""
     session: Session | None = None
+    message_end: str = ""
+    """How the template ends each message of a chat."""
     queue: asyncio.Queue[tuple[int, list[Event]]] = field(default_factory=asyncio.Queue)
     """Events of the jobs, each with the index of its job."""
     started: float = field(default_factory=time.monotonic)
+
+    def rest_of_end(self) -> str:
+        """Return what the reply lacks of the end of a message."""
+        (job,) = self.jobs
+        return rest_of_end(self.served.run.tokenizer.decode(job.kept_ids), self.message_end)
 
     @property
     def prompt_tokens(self) -> int:
@@ -161,6 +169,7 @@ class RequestRunner:
             echo=False,
             add_bos=True,
             stop=stops or ((end,) if end else ()),
+            message_end=end,
         )
 
     async def _request(
@@ -177,8 +186,9 @@ class RequestRunner:
         echo: bool,
         add_bos: bool,
         stop: tuple[str, ...],
+        message_end: str = "",
     ) -> TextRequest:
-        served, limits = self.model(body.model), self.limits
+        served, limits, unsaid = self.model(body.model), self.limits, ""
         if len(prompts) > limits.max_prompts:
             raise ApiError(400, f"{len(prompts)} prompts are more than {limits.max_prompts}", param="prompt")
         if num_samples > self.engine.max_rows:
@@ -195,6 +205,9 @@ class RequestRunner:
             memory_length = served.check_memory_length(body.memory_length)
             if score_prompt and not memory_length:
                 served.plan.refuse_extended_context("scoring a prompt")
+            if message_end and session_id not in (None, "new"):
+                unsaid = self.sessions.get(session_id, owner).message_end
+                prompts = [f"{unsaid}{prompt}" for prompt in prompts]
             encoded = await asyncio.to_thread(_encoded, served, prompts)
         except UserError as error:
             raise ApiError(400, str(error)) from None
@@ -209,8 +222,10 @@ class RequestRunner:
         try:
             if session is not None:
                 memory_length = session.memory_length
+                if message_end and session.message_end != unsaid:
+                    raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
             loop = asyncio.get_running_loop()
-            request = TextRequest(served, [], owner, body.n or 1, session)
+            request = TextRequest(served, [], owner, body.n or 1, session, message_end)
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not add_bos:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
@@ -313,6 +328,9 @@ class RequestRunner:
         if session is not None:
             self.sessions.release(session.id)
 
+    def _commit(self, request: TextRequest, session: Session, state: MemoryState) -> None:
+        self.sessions.commit(session, state, request.rest_of_end())
+
     async def events(self, request: TextRequest, connection: Request) -> AsyncIterator[tuple[int, list[Event]]]:
         """Yield the events of a request's jobs until all are finished; the session is committed before the last ones.
 
@@ -356,7 +374,7 @@ class RequestRunner:
                         if request.session is not None and event.state is not None:
                             # it goes on if the client goes away meanwhile, and until then no other request may write
                             saving = asyncio.ensure_future(
-                                asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                                asyncio.to_thread(self._commit, request, request.session, event.state)
                             )
                             await asyncio.shield(saving)
                 yield index, events
@@ -376,6 +394,11 @@ def chat_prompt(template: str, messages: Sequence[Message]) -> str:
 
     texts = [filled(template, message.role, message.text) for message in messages]
     return "".join(texts) + filled(template.partition("{content}")[0], "assistant", "")
+
+
+def rest_of_end(text: str, end: str) -> str:
+    """Return what `text` lacks to end with `end`."""
+    return end[next(size for size in range(len(end), -1, -1) if text.endswith(end[:size])) :]
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

@@ -46,6 +46,8 @@ class Session:
     """Seconds since 1970."""
     parent: str | None = None
     """Id of the session that it was branched from."""
+    message_end: str = ""
+    """The end of its last message, which a reply that was cut lacks: it comes before the next message of a chat."""
 
     @property
     def is_snapshot(self) -> bool:
@@ -110,6 +112,7 @@ class _SessionValues(_Values):
     memory_length: _Count
     created: Annotated[float, Field(ge=0, lt=2**53)]
     parent: _Text | None
+    message_end: _Text
     weights_sha256: _Text
     limits: _Text
     """What else the keys and values were computed with, `ServedModel.limits_text`."""
@@ -130,6 +133,7 @@ def write_session(path: Path, session: Session, served: ServedModel) -> None:
         memory_length=session.memory_length,
         created=session.created,
         parent=session.parent,
+        message_end=session.message_end,
         weights_sha256=served.weights_sha256,
         limits=served.limits_text,
         state=None
@@ -229,7 +233,9 @@ def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session
         except UserError as error:
             problem = error
             continue
-        session = Session(values.id, values.owner, served.name, length, state, values.created, values.parent)
+        session = Session(
+            values.id, values.owner, served.name, length, state, values.created, values.parent, values.message_end
+        )
         return session, served
     raise problem
 

@@ -140,13 +140,18 @@ class SessionStore:
         with self._lock:
             self._busy.discard(session_id)
 
-    def commit(self, session: Session, state: MemoryState) -> None:
+    def commit(self, session: Session, state: MemoryState, message_end: str = "") -> None:
         """Give a session that was acquired or reserved its next state; it is saved first.
+
+        Args:
+            session: the session.
+            state: its next state.
+            message_end: what the last message of a chat lacks.
 
         Raises:
             ApiError: it does not fit into the bound, or cannot be saved; the session is as it was.
         """
-        self._put(replace(session, state=state))
+        self._put(replace(session, state=state, message_end=message_end))
 
     def delete(self, session_id: str, owner: str) -> None:
         """Delete a session.
