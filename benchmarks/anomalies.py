@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from service_log import ANOMALY_SEED, KINDS, LogLine, as_bytes, service_log, with_anomalies
 
 from transformer_xl import Run, SurprisalStream, load, prepare, score, train
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--run", type=Path, help="a run trained before, instead of training one")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "anomalies.json")
+    parser.add_argument("--out", type=Path, default=results_file("anomalies"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     load_average, start = warn_if_busy(), time.perf_counter()

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from transformer_xl import Backbone, BackboneConfig, Memory
-from transformer_xl.integrations.torchrl import MEMORY_KEYS, BackboneModule
+from transformer_xl.integrations.torchrl import BackboneModule
 
 TARGET_SECONDS = 0.2  # of a round
 
@@ -115,9 +115,10 @@ def torchrl_systems(size: Size) -> Systems:
             **sizes, in_keys=["x", "h", "c", "is_init"], out_keys=["y", ("next", "h"), ("next", "c")]
         ),
     }
+    states = {"BackboneModule": ("memory", "memory_valid"), "GRUModule": ("h",), "LSTMModule": ("h", "c")}
     systems: Systems = {}
     for name, module in modules.items():
-        keys = MEMORY_KEYS if name == "BackboneModule" else ("h", "c") if name == "LSTMModule" else ("h",)
+        keys = states[name]
         with torch.no_grad():
             state = step.clone()
             for _ in range(size.memory_length if name == "BackboneModule" else 1):
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"sizes to compare ({','.join(SIZES)})")
-    parser.add_argument("--out", type=Path, default=RESULTS / "backbone.json")
+    parser.add_argument("--out", type=Path, default=results_file("backbone"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

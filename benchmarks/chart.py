@@ -1,9 +1,9 @@
-"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables and docs/equal-time.md's.
+"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables and those of two others.
 
     python benchmarks/chart.py [--results benchmarks/results] [--docs docs]
 
-Each table is between two HTML comments in the document, and replaces what is between them; it is also printed. Where a
-file of results is missing, the document says `Not measured.` instead.
+The others are docs/equal-time.md and docs/serving.md. Each table is between two HTML comments in the document, and
+replaces what is between them. Where a file of results is missing, the document says `Not measured.` instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from environment import PROCESSOR_KINDS
 from inference_tables import evaluation_chart, evaluation_table, inference_table
 from learning_rates import table as rates_table
 from matplotlib.axes import Axes
@@ -146,6 +147,31 @@ def equal_time_tables(text: str, results: Results) -> str:
     return "\n".join(lines)
 
 
+def serving_table(name: str, results: Results) -> str:
+    """Return a Markdown table of serving-RUN-SERVER-PROCESSOR.json, with a row for each number of clients."""
+    hardware = processor({**results, "features": results["cpu_features"]})
+    description = (
+        f"`{results['command']}`; {hardware}, torch {results['torch']}, load average before {results['busy']}; commit "
+        f"`{results['commit']}`. {results['weight_bytes'] / 4e6:.1f}M parameters, {results['memory_slots']:,} memory "
+        f"slots, RAM read at {results['bytes_per_second'] / 1e9:.1f} GB/s."
+    )
+    lines = [
+        "| clients | tokens/s | share of the bound | first token, s (p50, p99) | request, s (p50, p99) | requests "
+        "| peak memory, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in results["results"]:
+        first, whole = (
+            f"{row[f'{name}_seconds_p50']:.2f}, {row[f'{name}_seconds_p99']:.2f}" for name in ("first_token", "request")
+        )
+        failed = f" ({row['errors']} failed)" if row["errors"] else ""
+        lines.append(
+            f"| {row['clients']} | {row['tokens_per_second']:,.0f} | {row['share_of_bound']:.1%} | {first} | {whole} | "
+            f"{row['requests']:,}{failed} | {row['resident_bytes_peak'] / 2**20:,.0f} |"
+        )
+    return "\n".join([f"### {name}", "", description, "", *lines])
+
+
 def contestant(row: Results) -> str:
     """Return the name of a contestant of equal_time.py with the settings that were best."""
     settings = row["settings"]
@@ -160,10 +186,15 @@ def contestant(row: Results) -> str:
     return ", ".join([name or row["contestant"], *details])
 
 
+def processor(machine: Results) -> str:
+    """Return the processor, its vector instructions and the number of threads."""
+    return f"{machine['cpu']} ({', '.join(machine['features'])}), {machine['threads']} threads"
+
+
 def environment(results: Results) -> str:
     """Return a sentence with the hardware, versions, commit and command of the results."""
     machine = results["machine"]
-    hardware = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']}, {machine['threads']} threads"
+    hardware = machine["device"] if machine["device"] != "cpu" else processor(machine)
     versions = results.get("versions") or results["implementations"][results["compared_with"]]["versions"]
     load = machine.get("load_average_before")
     load_words = f", load average before {load}" if load is not None else ""
@@ -251,9 +282,29 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
-    """Return the file NAME.json if it exists; of gpu, learning-rates and equal-time, those of all devices or texts."""
-    paths = folder.glob(f"{name}-*.json" if name in ("gpu", "learning-rates", "equal-time") else f"{name}.json")
-    return sorted(path for path in paths if not path.stem.endswith("-peers"))
+    """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
+    if name in ("gpu", "learning-rates", "equal-time", "serving"):
+        return sorted(
+            path
+            for path in folder.glob(f"{name}-*.json")
+            if not path.stem.endswith("-peers") and "-soak-" not in path.stem
+        )
+    return [path for kind in PROCESSOR_KINDS.values() if (path := folder / f"{name}-{kind}.json").is_file()]
+
+
+def section(name: str, results: list[Path], docs: Path) -> str:
+    """Return tables of all results of a benchmark, and draw a chart of each beside the document."""
+    table, chart = SECTIONS[name]
+    parts: list[str] = []
+    for path in results:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        parts.append(table(values))
+        figure = chart(values) if chart else None
+        if figure is not None:
+            svg = docs / f"speed-{path.stem}.svg"
+            FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
+            parts.append(f"![{path.stem}]({svg.name})")
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def with_table(document: str, name: str, table: str) -> str:
@@ -273,24 +324,19 @@ def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "transformer-xl"  # otherwise SVG ids are random
     document = args.docs / "speed.md"
     text = document.read_text(encoding="utf-8")
-    for name, (table, chart) in SECTIONS.items():
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in result_files(args.results, name)]
-        section = "\n\n".join(map(table, results)) or NOT_MEASURED
-        figure = chart(results[0]) if chart and results else None
-        if figure is not None:
-            svg = args.docs / f"speed-{name}.svg"
-            FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
-            section += f"\n\n![{name}]({svg.name})"
-        print(f"## {name}\n\n{section}\n")
-        text = with_table(text, name, section)
+    for name in SECTIONS:
+        written = section(name, result_files(args.results, name), args.docs)
+        print(f"## {name}\n\n{written}\n")
+        text = with_table(text, name, written)
     document.write_text(text, encoding="utf-8")
-    document = args.docs / "equal-time.md"
-    sections = [
-        equal_time_tables(path.stem.removeprefix("equal-time-"), json.loads(path.read_text(encoding="utf-8")))
-        for path in result_files(args.results, "equal-time")
-    ]
-    text = with_table(document.read_text(encoding="utf-8"), "equal-time", "\n\n".join(sections) or NOT_MEASURED)
-    document.write_text(text, encoding="utf-8")
+    for name, table in (("equal-time", equal_time_tables), ("serving", serving_table)):
+        document = args.docs / f"{name}.md"
+        sections = [
+            table(path.stem.removeprefix(f"{name}-"), json.loads(path.read_text(encoding="utf-8")))
+            for path in result_files(args.results, name)
+        ]
+        text = with_table(document.read_text(encoding="utf-8"), name, "\n\n".join(sections) or NOT_MEASURED)
+        document.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+PROCESSOR_KINDS = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
+"""Kinds of processors by their vector instructions, the widest first."""
 
 
 def commit() -> str:
@@ -36,6 +38,19 @@ def cpu_features() -> list[str]:
     lines = [line for line in table.read_text().splitlines() if line.startswith("flags")] if table.exists() else []
     flags = set(lines[0].split()) if lines else set()
     return [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if name in flags]
+
+
+def processor_kind() -> str:
+    """Return the widest vector instructions: amx, avx512-bf16, avx512, avx2 or other.
+
+    It is part of the name of a file of results, so that those of another kind of processor stay.
+    """
+    return next((kind for feature, kind in PROCESSOR_KINDS.items() if feature in cpu_features()), "other")
+
+
+def results_file(name: str) -> Path:
+    """Return the file for results of this kind of processor, such as training-avx2.json."""
+    return RESULTS / f"{name}-{processor_kind()}.json"
 
 
 def device_name(device: str) -> str:

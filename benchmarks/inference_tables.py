@@ -28,9 +28,9 @@ def inference_table(results: Results) -> str:
             )
     limits = results["generation_limit_tokens_per_second"]
     description = (
-        f"{machine['cpu']}, {machine['threads']} threads, load average before {machine['load_average_before']}; commit "
-        f"`{results['commit']}`; `{results['command']}`. RAM was read at "
-        f"{machine['read_bytes_per_second'] / 1e9:.1f} GB/s, and a generated token must read "
+        f"{machine['cpu']} ({', '.join(machine['features'])}), {machine['threads']} threads, "
+        f"load average before {machine['load_average_before']}; commit `{results['commit']}`; `{results['command']}`. "
+        f"RAM was read at {machine['read_bytes_per_second'] / 1e9:.1f} GB/s, and a generated token must read "
         f"{results['bytes_per_generated_token_float32'] / 1e6:,.0f} MB in float32: at most {limits['float32']:,.0f} "
         f"tokens a second, in bfloat16 {limits['bfloat16']:,.0f}."
     )

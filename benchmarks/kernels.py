@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from attention_cases import Shape, check, check_dropout, draw, kept_bytes, times, wait
-from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16, set_threads
 from transformer_xl.model.kernels import KERNELS
@@ -168,7 +168,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements, or none")
     parser.add_argument("--seconds", type=float, default=1.0, help="minimum time of one measurement (default 1)")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
-    parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json", help="default results/kernels.json")
+    parser.add_argument("--out", type=Path, default=results_file("kernels"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     both = has_bfloat16(torch.device(sizes.device))

@@ -23,7 +23,7 @@ from typing import Any
 
 import peft  # noqa: F401 (in all arms, so that its import is in none of the differences)
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from trainee import StepTimer
 from typing_extensions import override
 
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS / "lora.json")
+    parser.add_argument("--out", type=Path, default=results_file("lora"))
     args = parser.parse_args()
     machine = {"cpu": cpu_model(), "instructions": cpu_features(), "python": platform.python_version()}
     results = {

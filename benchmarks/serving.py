@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 
 from transformer_xl.config import run_settings
 from transformer_xl.config.run import load_recipe, merge_recipe
@@ -262,8 +262,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--drop", type=float, default=0.0, help="share of requests that are given up")
     parser.add_argument("--check", type=int, default=0, help="number of texts to compare with the same request alone")
-    parser.add_argument("--out", type=Path, default=RESULTS / "serving.json")
+    parser.add_argument("--out", type=Path, help="default: results/serving-RUN-SERVER-PROCESSOR.json")
     args = parser.parse_args()
+    args.out = args.out or results_file(f"serving-{Path(args.run).resolve().name}-{args.server}")
     busy = warn_if_busy()
     bytes_per_second = bandwidth(args.threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, write
 from serving import request, resident_bytes
 
 _TURNS = 3  # of a session
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=12)
     parser.add_argument("--session-bytes", type=int, default=2**26)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, default=RESULTS / "serving-soak.json")
+    parser.add_argument("--out", type=Path, default=results_file("serving-soak"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sessions = Path(folder) / "sessions"

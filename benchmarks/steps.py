@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 from attention_cases import wait
-from environment import RESULTS, command, commit, cpu_model, device_name, say, write
+from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, write
 from trainee import Trainee
 
 from transformer_xl import __version__
 from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.device import resolve_dtype, set_threads
 from transformer_xl.model.kernels import KERNELS
-
-OUT = RESULTS / "steps.json"
 
 
 class Runner:
@@ -115,7 +113,12 @@ def environment(sizes: argparse.Namespace) -> dict[str, Any]:
         "command": command(),
         "commit": commit(),
         "versions": {"transformer_xl": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads(), "device": device_name(sizes.device)},
+        "machine": {
+            "cpu": cpu_model(),
+            "features": cpu_features(),
+            "threads": torch.get_num_threads(),
+            "device": device_name(sizes.device),
+        },
         "sizes": {
             name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device", "kernels")
         },
@@ -146,8 +149,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in benchmarks/results")
+    parser.add_argument("--out", type=Path, help="default: results/steps-SEGMENT_LENGTH-PROCESSOR.json")
     sizes = parser.parse_args()
+    sizes.out = sizes.out or results_file(f"steps-{sizes.segment_length}")
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device)
     set_threads(sizes.threads)
     results = {**environment(sizes), **measure(sizes)}

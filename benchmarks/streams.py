@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from flat_memory import MIB, MODEL, PLAN, SETTLED, resident_bytes
 from service_log import as_bytes, service_log
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path)
     parser.add_argument("--segment-length", type=int)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS / "streams.json")
+    parser.add_argument("--out", type=Path, default=results_file("streams"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     load_average = warn_if_busy()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16
 
@@ -203,7 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tuned-malloc", action="store_true", help="let glibc keep large blocks, for every implementation"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "training.json", help="default results/training.json")
+    parser.add_argument("--out", type=Path, default=results_file("training"))
     return parser.parse_args()
 
 

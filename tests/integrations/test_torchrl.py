@@ -27,14 +27,14 @@ from transformer_xl.integrations.torchrl import BackboneModule, as_steps, to_win
 MEMORY, WINDOW, STEPS = 7, 6, 24  # memory slots (longer than an episode); steps of a window, and of a rollout
 
 
-def make_module(**settings) -> BackboneModule:
+def make_module(*, keys: dict[str, str] | None = None, **settings) -> BackboneModule:
     torch.manual_seed(3)
     sizes = {"d_input": 3, "n_layers": 2, "d_model": 10, "n_heads": 2, "d_ff": 11, "attention_window": MEMORY + 1}
     backbone = Backbone(BackboneConfig(**{**sizes, **settings}), memory_length=MEMORY)
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return BackboneModule(backbone, in_key="observation", out_key="features")
+    return BackboneModule(backbone, in_key="observation", **{"out_key": "features", **(keys or {})})
 
 
 def make_actor(module: BackboneModule) -> ProbabilisticActor:
@@ -137,6 +137,26 @@ def test_ppo_on_what_two_workers_collect():
     torch.testing.assert_close(features_of(module, batch), batch["features"], rtol=0, atol=1e-5)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
+
+
+def test_policy_and_value_have_a_memory_each():
+    """Both memories are kept once a window, also where the number of layers is the number of its steps."""
+    module = make_module()
+    second = make_module(keys={"out_key": "value_features", "memory_key": "value_memory"}, n_layers=WINDOW)
+    both = TensorDictSequential(module, second)
+    env = make_env(module.make_tensordict_primer()).append_transform(second.make_tensordict_primer())
+    with torch.no_grad():
+        steps = env.rollout(STEPS, TensorDictSequential(both, make_actor(module)), break_when_any_done=False)
+    keys = ["memory", "value_memory"]
+    windows = to_windows(steps, WINDOW, memory_keys=keys)
+    assert windows["value_memory"].shape == (STEPS // WINDOW, WINDOW, MEMORY, 10)
+    batch = as_steps(windows, memory_keys=keys)
+    with torch.no_grad(), set_recurrent_mode(True):
+        again = both(batch.exclude("features", "value_features"))
+    for key in ("features", "value_features"):
+        torch.testing.assert_close(again[key], batch[key], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="memory_keys"):
+        to_windows(steps, WINDOW, memory_keys="memory")
 
 
 def test_wrong_input_is_refused(rollout):

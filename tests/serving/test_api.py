@@ -14,7 +14,9 @@ from servers import make_run, running
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
+from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.requests import RequestRunner, rest_of_end
+from transformer_xl.serving.server import guard_settings
 
 PROMPT = "Once upon a time, a long text began. "
 KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"
@@ -427,6 +429,15 @@ def test_keys_separate_sessions(run: Run, tmp_path: Path) -> None:
             answer = client.post("/v1/completions", json={**body, "session": session}, headers=headers)
             assert answer.status_code == status
         assert client.get("/v1/sessions", headers=other).json()["data"] == []
+
+
+def test_file_of_keys_that_everybody_can_read_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    for mode, num_notes in ((0o644, 1), (0o600, 0)):
+        keys.chmod(mode)
+        assert guard_settings(ServerConfig(api_key_file=str(keys))).keys == [KEY]
+        assert capsys.readouterr().err.count("can be read by every user") == num_notes
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@
     batch = as_steps(buffer.sample())
 
 The memory is in the tensordict: hidden states `memory` (..., L, M, D), and `memory_valid` (...), the number of filled
-slots. What the module writes for the next step is under ("next", key), as with TorchRL's own modules.
+slots. What the module writes for the next step is under ("next", key), as with TorchRL's own modules. Where policy and
+value have a backbone each, give one of them another `memory_key`, and both keys to `to_windows` and `as_steps`.
 
 Shape suffixes: B batch size, T steps, L layers, M memory slots, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,15 @@ try:
 except ImportError as error:
     raise UserError("torchrl is not installed; install it: pip install 'transformer-xl[rl]'") from error
 
-MEMORY_KEYS = "memory", "memory_valid"
+MEMORY_KEY = "memory"
+
+
+def _tensor_keys(memory_keys: Iterable[str]) -> list[str]:
+    """Return the keys of all tensors of these memories."""
+    check_type(memory_keys, (list, tuple), "memory_keys", "give the memory_key of each module, such as ['memory']")
+    for key in memory_keys:
+        check_type(key, str, "memory_key", "give a name, such as 'memory'")
+    return [name for key in memory_keys for name in (key, f"{key}_valid")]
 
 
 class BackboneModule(TensorDictModuleBase):
@@ -51,11 +61,17 @@ class BackboneModule(TensorDictModuleBase):
         *,
         in_key: NestedKey,
         out_key: NestedKey,
+        memory_key: str = MEMORY_KEY,
         default_recurrent_mode: bool = False,
     ) -> None:
-        """Args: the backbone, the key of its inputs, and the key of its outputs.
+        """Build the module.
 
-        default_recurrent_mode: whether windows are read where `set_recurrent_mode` says nothing.
+        Args:
+            backbone: the layers.
+            in_key: key of their inputs.
+            out_key: key of their outputs.
+            memory_key: key of the hidden states in memory; the number of filled slots is under `<memory_key>_valid`.
+            default_recurrent_mode: whether windows are read where `set_recurrent_mode` says nothing.
 
         Raises:
             UserError: the attention window is not limited to memory_length + 1 or less, so that a window would give
@@ -70,8 +86,9 @@ class BackboneModule(TensorDictModuleBase):
                 f"more than single steps can; give BackboneConfig(attention_window={longest}) or less"
             )
         self.backbone = backbone
-        self.in_keys = [in_key, *MEMORY_KEYS, "is_init"]  # pyrefly: ignore[bad-argument-type]
-        self.out_keys = [out_key, *(("next", key) for key in MEMORY_KEYS)]  # pyrefly: ignore[bad-argument-type]
+        self._memory_keys = _tensor_keys([memory_key])
+        self.in_keys = [in_key, *self._memory_keys, "is_init"]  # pyrefly: ignore[bad-argument-type]
+        self.out_keys = [out_key, *(("next", key) for key in self._memory_keys)]  # pyrefly: ignore[bad-argument-type]
         self._default_recurrent_mode = default_recurrent_mode
 
     @property
@@ -85,7 +102,7 @@ class BackboneModule(TensorDictModuleBase):
         stacked = self.backbone.initial_memory(1).stacked()
         specs = {
             key: Unbounded(shape=stacked[name].shape[1:], dtype=stacked[name].dtype)
-            for key, name in zip(MEMORY_KEYS, ("hidden", "valid"), strict=True)
+            for key, name in zip(self._memory_keys, ("hidden", "valid"), strict=True)
         }
         return TensorDictPrimer(specs, expand_specs=True)
 
@@ -121,9 +138,9 @@ class BackboneModule(TensorDictModuleBase):
             starts_BT = starts_BT.clone()
             starts_BT[:, 0] = False
         memory = self.backbone.initial_memory(len(inputs_BTD))
-        hidden_BTLMD, valid_BT = map(as_rows, MEMORY_KEYS)
+        hidden_BTLMD, valid_BT = map(as_rows, self._memory_keys)
         if (hidden_BTLMD is None) != (valid_BT is None):
-            raise UserError(f"the tensordict has only one of {' and '.join(MEMORY_KEYS)}; give both, or none")
+            raise UserError(f"the tensordict has only one of {' and '.join(self._memory_keys)}; give both, or none")
         if hidden_BTLMD is not None and valid_BT is not None:
             valid_B = valid_BT[:, 0].reshape(-1)
             memory = memory.with_stacked({"hidden": hidden_BTLMD[:, 0], "valid": valid_B, "position": valid_B})
@@ -136,12 +153,13 @@ class BackboneModule(TensorDictModuleBase):
         return tensordict
 
 
-def to_windows(data: TensorDictBase, window_length: int) -> TensorDict:
+def to_windows(data: TensorDictBase, window_length: int, *, memory_keys: Sequence[str] = (MEMORY_KEY,)) -> TensorDict:
     """Return collected steps as windows for a replay buffer, each with the memory at its first step only.
 
     Args:
         data: steps, with time as the last dimension and any dimensions before it.
         window_length: number of steps of a window.
+        memory_keys: the memory_key of each module.
 
     Returns:
         a tensordict whose elements are the windows; the tensors of steps are (windows, steps, ...), those of the memory
@@ -151,10 +169,9 @@ def to_windows(data: TensorDictBase, window_length: int) -> TensorDict:
         UserError: the number of steps is not a multiple of the window length, or the data have no time or no memory.
     """
     check_type(window_length, int, "window_length", "give a number of steps")
-    if not data.ndim or any(data.get(key, default=None) is None for key in MEMORY_KEYS):
-        raise UserError(
-            f"expected collected steps with the keys {' and '.join(MEMORY_KEYS)}, and time as the last dimension"
-        )
+    keys = _tensor_keys(memory_keys)
+    if not data.ndim or any(data.get(key, default=None) is None for key in keys):
+        raise UserError(f"expected collected steps with the keys {' and '.join(keys)}, and time as the last dimension")
     num_steps = data.shape[-1]
     if window_length < 1 or num_steps % window_length:
         raise UserError(
@@ -162,24 +179,28 @@ def to_windows(data: TensorDictBase, window_length: int) -> TensorDict:
             f"{window_length} steps of each environment"
         )
     rows = cast("TensorDictBase", data.reshape(-1, num_steps))
-    firsts = {key: rows[key][:, ::window_length].flatten(0, 1) for key in MEMORY_KEYS}
-    steps = rows.exclude(*MEMORY_KEYS, *(("next", key) for key in MEMORY_KEYS))
+    firsts = {key: rows[key][:, ::window_length].flatten(0, 1) for key in keys}
+    steps = rows.exclude(*keys, *(("next", key) for key in keys))
     windows = cast("TensorDictBase", steps.reshape(-1, window_length))
     tensors = dict(windows.items()) | firsts
     return TensorDict(tensors, batch_size=windows.shape[:1])  # pyrefly: ignore[bad-argument-type]
 
 
-def as_steps(windows: TensorDictBase) -> TensorDict:
+def as_steps(windows: TensorDictBase, *, memory_keys: Sequence[str] = (MEMORY_KEY,)) -> TensorDict:
     """Return windows of `to_windows`, such as a replay buffer samples, with the dimensions (windows, steps).
 
     Each step shows the memory of the first, and what else there is one of in a window, as views of one tensor.
+
+    Args:
+        windows: the sampled windows.
+        memory_keys: those given to `to_windows`.
     """
-    shape = windows["is_init"].shape[:2]
+    shape, keys = windows["is_init"].shape[:2], _tensor_keys(memory_keys)
 
     def with_steps(key: str, value: Any) -> Any:
         if isinstance(value, TensorDictBase):
             return TensorDict(dict(value.items()), batch_size=shape)
-        if key not in MEMORY_KEYS and value.shape[:2] == shape:
+        if key not in keys and value.shape[:2] == shape:
             return value
         return value[:, None].expand(*shape, *value.shape[1:])
 

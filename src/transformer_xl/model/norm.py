@@ -28,18 +28,26 @@ class RMSNorm(nn.RMSNorm):
         """Return a tensor of the shape and dtype of x, whose last dimension is normalized."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():  # torch has a kernel, or makes one
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        return _RMSNormFunction.apply(x, self.weight, self.eps)
+        if torch.is_grad_enabled():
+            return _RMSNormFunction.apply(x, self.weight, self.eps)
+        return _normalized(x, self.weight, self.eps)[0]
+
+
+def _normalized(x_XH: Tensor, weight_H: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Return the result, and the factor (X, 1) of each row."""
+    float_XH = x_XH.to(weight_H.dtype)
+    norm_X1 = torch.linalg.vector_norm(float_XH, dim=-1, keepdim=True)
+    scale_X1 = norm_X1.square_().div_(x_XH.shape[-1]).add_(eps).rsqrt_()
+    return (float_XH * scale_X1).mul_(weight_H).to(x_XH.dtype), scale_X1
 
 
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, x_XH: Tensor, weight_H: Tensor, eps: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        float_XH = x_XH.to(weight_H.dtype)
-        norm_X1 = torch.linalg.vector_norm(float_XH, dim=-1, keepdim=True)
-        scale_X1 = norm_X1.square_().div_(x_XH.shape[-1]).add_(eps).rsqrt_()
+        out_XH, scale_X1 = _normalized(x_XH, weight_H, eps)
         ctx.save_for_backward(x_XH, scale_X1, weight_H)
-        return (float_XH * scale_X1).mul_(weight_H).to(x_XH.dtype)
+        return out_XH
 
     @staticmethod
     @override

@@ -13,6 +13,7 @@ from typing_extensions import override
 from transformer_xl.serving.jobs import ScoredToken
 from transformer_xl.text.tokenizers import Tokenizer
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -29,7 +30,7 @@ def as_json(value: Any, *, depth: int = 0) -> str:
         return "{" + ",".join(entries) + "}"
     if depth and isinstance(value, list):
         return "[" + ",".join(as_json(entry, depth=depth - 1) for entry in value) + "]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 class LargeAnswer(JSONResponse):

@@ -519,22 +519,25 @@ async def _stream(
             if isinstance(event, Delta) and (choice := answer.choice(index, event)):
                 yield _sse({**base, "choices": [choice]})
 
+    made: list[str] = []
     try:
-        async for chunk in chunks(*first):
-            yield chunk
-        async for index, news in events:
-            async for chunk in chunks(index, news):
-                yield chunk
+        news: tuple[int, list[Event]] | None = first
+        while news is not None:
+            made += [chunk async for chunk in chunks(*news)]
+            if made and text.queue.empty():  # what has arrived meanwhile is sent together
+                yield "".join(made)
+                made = []
+            news = await anext(events, None)
     except ApiError as error:
         if error.status != CLIENT_CLOSED:
-            yield _sse(error.body())
+            yield "".join([*made, _sse(error.body())])
         return
     finally:
         await events.aclose()  # pyrefly: ignore[missing-attribute]
     if include_usage:
         numbers = usage(text.prompt_tokens, text.completion_tokens)
-        yield _sse({**base, "choices": [], "usage": numbers})
-    yield "data: [DONE]\n\n"
+        made.append(_sse({**base, "choices": [], "usage": numbers}))
+    yield "".join([*made, "data: [DONE]\n\n"])
 
 
 def _sse(values: dict[str, Any], *, depth: int = 0) -> str:

@@ -55,8 +55,8 @@ class TextRequest:
     session: Session | None = None
     message_end: str = ""
     """How the template ends each message of a chat."""
-    queue: asyncio.Queue[tuple[int, list[Event]]] = field(default_factory=asyncio.Queue)
-    """Events of the jobs, each with the index of its job."""
+    queue: asyncio.Queue[tuple[int, list[Event]] | ApiError] = field(default_factory=asyncio.Queue)
+    """Events of the jobs, each with the index of its job; an error ends the request."""
     started: float = field(default_factory=time.monotonic)
 
     def rest_of_end(self) -> str:
@@ -341,11 +341,13 @@ class RequestRunner:
         """
         left, is_first, is_ended, saving = len(request.jobs), True, False, None
 
-        def end() -> None:
+        def end(error: ApiError | None = None) -> None:
             nonlocal is_ended
             if is_ended:
                 return
             is_ended = True
+            if error is not None:
+                request.queue.put_nowait(error)
             for job in request.jobs:
                 self.engine.cancel(job)
             if saving is None:
@@ -353,16 +355,21 @@ class RequestRunner:
             else:
                 saving.add_done_callback(lambda _: self._release(request.session))
 
-        watcher = asyncio.create_task(_gone(connection))
+        async def watch() -> None:
+            while (await connection.receive())["type"] != "http.disconnect":
+                pass
+            request.queue.put_nowait(ApiError(CLIENT_CLOSED, "the client has closed the connection"))
+
+        watcher = asyncio.create_task(watch())
+        late, seconds = ApiError(504, _LATE, code="timeout"), request.started + self.limits.seconds - time.monotonic()
         # on time also while the client does not read, for which a generator waits
-        timer = asyncio.get_running_loop().call_later(request.started + self.limits.seconds - time.monotonic(), end)
+        timer = asyncio.get_running_loop().call_later(seconds, end, late)
         try:
             while left:
-                # not asyncio.timeout: a stream begins in one task and goes on in another
-                seconds = request.started + self.limits.seconds - time.monotonic()
-                index, events = await _either(request.queue, watcher, max(0.0, seconds))
-                if is_ended:
-                    raise ApiError(504, _LATE, code="timeout")
+                news = await request.queue.get()
+                if isinstance(news, ApiError) or is_ended:
+                    raise news if isinstance(news, ApiError) else late
+                index, events = news
                 if is_first:
                     self.metrics.first_token_seconds.add(time.monotonic() - request.started)
                     is_first = False
@@ -434,35 +441,6 @@ def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -
 
 
 def _listener(
-    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, list[Event]]], index: int
+    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, list[Event]] | ApiError], index: int
 ) -> Callable[[list[Event]], object]:
     return lambda events: loop.call_soon_threadsafe(queue.put_nowait, (index, events))
-
-
-async def _gone(connection: Request) -> None:
-    """Return when the client has closed the connection."""
-    while (await connection.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _either(
-    queue: asyncio.Queue[tuple[int, list[Event]]], watcher: asyncio.Task[None], seconds: float
-) -> tuple[int, list[Event]]:
-    """Return what comes next.
-
-    Raises:
-        ApiError: the client goes away before, or the time is up.
-    """
-    if not queue.empty():
-        return queue.get_nowait()
-    getter = asyncio.ensure_future(queue.get())
-    try:
-        await asyncio.wait((getter, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if getter.done():
-            return getter.result()
-        if not watcher.done():
-            raise ApiError(504, _LATE, code="timeout")
-        raise ApiError(CLIENT_CLOSED, "the client has closed the connection")
-    finally:
-        if not getter.done():
-            getter.cancel()

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -67,12 +69,19 @@ def serve(
     if double := next((name for index, name in enumerate(names) if name in names[:index]), None):
         raise UserError(f"two runs have the name {double}, by which requests choose one; rename a folder")
     guard, listener = guard_settings(config), _listen(config)
-    with listener:
+
+    def loaded_runner() -> RequestRunner:
         models: list[ServedModel] = []
         for name, run in zip(names, runs, strict=True):
             loaded = load(run, device=device, checkpoint=checkpoint)
             models.append(served_model(name, loaded, config))
-        runner = make_runner(models, config)
+        return make_runner(models, config)
+
+    with listener:
+        # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than
+        # cores, all of them sleep between two operators, and a step takes up to twice the time.
+        with ThreadPoolExecutor(1) as executor:
+            runner = executor.submit(loaded_runner).result()
         return run_server(runner, guard, config, listener)
 
 
@@ -164,6 +173,8 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     if config.api_key_file is not None:
         content = read_bytes(Path(config.api_key_file)).decode("utf-8", "replace")
         keys = [line.strip() for line in content.splitlines() if line.strip()]
+        if Path(config.api_key_file).stat().st_mode & stat.S_IROTH:
+            note(f"--api-key-file {config.api_key_file} can be read by every user of this machine; chmod o-r it")
         if not keys:
             raise UserError(f"--api-key-file {config.api_key_file} has no key; write one in each line")
     elif os.environ.get(KEY_VARIABLE):

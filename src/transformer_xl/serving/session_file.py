@@ -112,7 +112,7 @@ class _SessionValues(_Values):
     memory_length: _Count
     created: Annotated[float, Field(ge=0, lt=2**53)]
     parent: _Text | None
-    message_end: _Text
+    message_end: _Text = ""
     weights_sha256: _Text
     limits: _Text
     """What else the keys and values were computed with, `ServedModel.limits_text`."""
@@ -199,7 +199,7 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
     if session.state is None:
         return session
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
         # ids of tokens; those for n-gram embeddings are one higher
         bound = served.model.config.vocab_size + (name == "recent")
@@ -238,6 +238,11 @@ def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session
         )
         return session, served
     raise problem
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite, computed in parts that one thread computes; `serve` says why."""
+    return all(bool(part.isfinite().all()) for part in tensor.flatten().split(2**14))
 
 
 def _check_shapes(shapes: _Shapes, session: Session, served: ServedModel) -> None:

@@ -294,13 +294,19 @@ class ByteLevelTokenizer(Tokenizer):
 class _Utf8StreamDecoder:
     """Decodes tokens that represent bytes, and withholds a UTF-8 character until it is complete."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: ByteLevelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """Return the characters that became complete with this token."""
-        return self._decoder.decode(self._tokenizer.decode_bytes([token]))
+        """Return the characters that became complete with this token.
+
+        Raises:
+            UserError: it is not in the vocabulary.
+        """
+        if not 0 <= token < self._tokenizer.vocab_size:
+            self._tokenizer.check_ids([token])
+        return self._decoder.decode(self._tokenizer.token_bytes[token])
 
     def finish(self) -> str:
         """Return U+FFFD if the last character is incomplete."""
