@@ -62,8 +62,8 @@ def device_name(device: str) -> str:
 
 def command() -> str:
     """Return this command line, as it can be typed in the root folder of the project."""
-    script = Path(sys.argv[0])
-    return shlex.join(["python", f"benchmarks/{script.name}", *sys.argv[1:]])
+    root, script = f"{Path(__file__).resolve().parents[1]}/", Path(sys.argv[0])
+    return shlex.join(["python", f"benchmarks/{script.name}", *(word.removeprefix(root) for word in sys.argv[1:])])
 
 
 def warn_if_busy() -> float | None:

@@ -32,7 +32,7 @@ from typing import Any
 import step_times
 import torch
 from attention_cases import Shape, check, check_deterministic, check_dropout, times
-from environment import RESULTS, command, commit, cpu_model, device_name, say, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, write
 
 from transformer_xl.model.kernels import KERNELS
 
@@ -285,6 +285,7 @@ def main() -> None:
             "device_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
             "capability": list(torch.cuda.get_device_capability()) if cuda else None,
             "cpu": cpu_model(),
+            "features": cpu_features(),
             "threads": torch.get_num_threads(),
             "peak_tflops": args.peak_tflops,
         },

@@ -32,7 +32,7 @@ from attention_cases import Shape, check, check_dropout, draw, kept_bytes, times
 from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16, set_threads
-from transformer_xl.model.kernels import KERNELS
+from transformer_xl.model.kernels import KERNELS, choose
 
 CHECKED_SHAPES = (
     Shape(2, 37, 23, 3, 38),
@@ -175,6 +175,8 @@ def parsed() -> argparse.Namespace:
     sizes.dtypes = sizes.dtypes.split(",") if sizes.dtypes else ["float32", *(["bfloat16"] if both else [])]
     sizes.named = bool(sizes.kernels)
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device, "float32")
+    for name in sizes.kernels:
+        choose(name, torch.device(sizes.device), torch.float32)  # which loads the native operators
     sizes.lengths = [int(length) for length in sizes.lengths.split(",")]
     sizes.memory_keys = [int(keys) for keys in sizes.memory_keys.split(",") if keys != "none"]
     return sizes

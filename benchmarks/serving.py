@@ -223,7 +223,7 @@ def measure(run: Path, clients: int, bound: float, args: argparse.Namespace) -> 
         wrong = asyncio.run(count_wrong(url, load_)) if args.check else None
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     rate = load_.num_tokens / args.seconds
     result = {
         "clients": clients,
