@@ -200,12 +200,13 @@ class Soak:
             await asyncio.sleep(0.2)
             if len(turns) > 1 and (session or answer.session):
                 known = session or answer.session
-                is_done = await self._settled(known, one, turns[turn - 1].num_read if turn else 0)
+                # a new session is not there until its first request has ended
+                is_done = await self._settled(known, one, turns[turn - 1].num_read if turn else None)
                 if is_done is None:
                     return
-                session, turn = known, turn + is_done
+                session, turn = known if turn + is_done else None, turn + is_done
 
-    async def _settled(self, session: str, one: Expected, before: int) -> bool | None:
+    async def _settled(self, session: str, one: Expected, before: int | None) -> bool | None:
         """Return whether a request that was cut off has changed its session, or None if the session is lost."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
