@@ -34,6 +34,8 @@ from transformer_xl.serving.jobs import Delta, Event, Finished, ScoredToken
 from transformer_xl.serving.metrics import resident_bytes
 from transformer_xl.serving.page_files import add_page
 from transformer_xl.serving.protocol import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
     ApiError,
     AttentionBody,
     ChatBody,
@@ -246,6 +248,13 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(ApiError(500, "the server failed on this request; its log says why").body(), 500)
 
 
+_EXPECTED = {
+    "prompt": "expected text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": f"expected a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of up to {MAX_STOPS} of them",
+    "logit_bias": "not supported; leave it out",
+}
+
+
 def _explained(errors: Sequence[Any]) -> ApiError:
     """Return what is wrong in a body, by the name of the field."""
     messages: list[str] = []
@@ -261,7 +270,8 @@ def _explained(errors: Sequence[Any]) -> ApiError:
         elif error["type"] == "missing":
             message = f"{'.'.join(path) or 'the body'} is missing"
         else:
-            message = f"{field or 'the body'}: {error['msg']}"
+            # of a union there is an error for each of its types, which says less than this
+            message = f"{field or 'the body'}: {_EXPECTED.get(field, error['msg'])}"
         if message not in messages:
             messages.append(message)
     return ApiError(400, "; ".join(messages)[:1000], param=param)
