@@ -169,6 +169,15 @@ def serving_table(name: str, results: Results) -> str:
             f"| {row['clients']} | {row['tokens_per_second']:,.0f} | {row['share_of_bound']:.1%} | {first} | {whole} | "
             f"{row['requests']:,}{failed} | {row['resident_bytes_peak'] / 2**20:,.0f} |"
         )
+    kind = next(kind for kind in (*PROCESSOR_KINDS.values(), "") if name.endswith(kind))
+    words = {
+        f"-{kind}": f" ({kind})",
+        "-ours": ", this package",
+        "-transformers": ", transformers",
+        "-bfloat16": ", bfloat16",
+    }
+    for old, new in words.items():
+        name = name.replace(old, new)
     return "\n".join([f"### {name}", "", description, "", *lines])
 
 
