@@ -251,7 +251,10 @@ def test_info_of_a_run(folder: Path) -> None:
 def test_info_of_a_corpus_and_the_hardware(folder: Path) -> None:
     corpus = txl("info", folder / "corpus", "--verify", "--json").object["corpus"]
     assert (corpus["test"]["tokens"], corpus["checksums"]) == (len(TEST), "valid")
-    hardware = txl("info", "--json").object["machine"]
+    facts = txl("info", "--measure", "--json").object
+    assert all(0 < ways["linear"] < 1e7 for ways in facts["gflops"].values())
+    assert {"float32, large", "float32, 1 token"} <= set(facts["gflops"])
+    hardware = facts["machine"]
     assert (hardware["torch"], hardware["transformer_xl"]) == (torch.__version__, transformer_xl.__version__)
     assert hardware["attn_implementation_auto"] in hardware["attn_implementations"]
     assert "cpu" in hardware["devices"]

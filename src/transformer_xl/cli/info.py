@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,22 @@ from transformer_xl.files import as_user_error
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
+    import torch
+
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
+
+_MEASURED = {
+    "large": (2048, 2048, 2048),
+    "2,048 tokens": (2048, 512, 2048),
+    "64 tokens": (64, 512, 2048),
+    "1 token": (1, 512, 2048),
+}
+"""Rows and widths of the products that `--measure` times: a large one, which shows what the processor reaches at best,
+and those of a feed-forward layer in training, in serving and in generation.
+
+Shape suffixes: R rows, I input width.
+"""
 
 
 def info(
@@ -26,6 +41,7 @@ def info(
     *,
     verify: Annotated[bool, Parameter(negative=())] = False,
     build_native: Annotated[bool, Parameter(negative=())] = False,
+    measure: Annotated[bool, Parameter(negative=())] = False,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
@@ -39,12 +55,16 @@ def info(
         Read every file and compare its checksum.
     build_native
         First compile the native operators, which make a CPU faster; it needs a C++ compiler and about a minute.
+    measure
+        Also measure how fast matrices are multiplied, which takes seconds and should be alone on the machine.
     """
     if build_native:
         from transformer_xl.native.build import build
 
         say(build())
     sections = {"machine": _hardware_facts(device_options)}
+    if measure:
+        sections["gflops"] = _product_speeds(device_options)
     if path is not None:
         sections |= _folder_facts(path, verify, device_options)
     elif verify:
@@ -77,6 +97,41 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
         "attn_implementation_auto": choose("auto", device, torch.float32).name,
         "attn_implementations": [name for name, kernel in KERNELS.items() if kernel.fits(device, torch.float32)],
     }
+
+
+def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
+    """Return GFLOP/s of products by dtype and size: of torch's Linear, and on a CPU of oneDNN's packed weights too."""
+    import torch
+
+    from transformer_xl.device import has_bfloat16
+    from transformer_xl.model.linear import PackedLinear
+
+    device, speeds = device_options.choose(), dict[str, Any]()
+    classes = {"linear": torch.nn.Linear} | ({"packed": PackedLinear} if device.type == "cpu" else {})
+    for dtype in [torch.float32, *([torch.bfloat16] if has_bfloat16(device) else [])]:
+        for name, (rows, width_in, width_out) in _MEASURED.items():
+            x_RI = torch.randn(rows, width_in, device=device, dtype=dtype)
+            speeds[f"{str(dtype).removeprefix('torch.')}, {name}"] = found = dict[str, float]()
+            for way, layer_class in classes.items():
+                layer = layer_class(width_in, width_out, bias=False, device=device, dtype=dtype)
+                found[way] = round(2e-9 * rows * width_in * width_out / _seconds(layer, x_RI), 1)
+    return speeds
+
+
+def _seconds(layer: torch.nn.Module, x_RI: torch.Tensor) -> float:
+    """Return the shortest time of the calls of a layer without gradients within a quarter of a second, at least two."""
+    import torch
+
+    wait = torch.cuda.synchronize if x_RI.is_cuda else lambda: None
+    times, end = list[float](), time.perf_counter() + 0.25
+    with torch.no_grad():
+        while len(times) < 2 or time.perf_counter() < end:
+            wait()
+            start = time.perf_counter()
+            layer(x_RI)
+            wait()
+            times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> dict[str, Any]:
