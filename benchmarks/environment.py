@@ -61,9 +61,11 @@ def device_name(device: str) -> str:
 
 
 def command() -> str:
-    """Return this command line, as it can be typed in the root folder of the project."""
-    root, script = f"{Path(__file__).resolve().parents[1]}/", Path(sys.argv[0])
-    return shlex.join(["python", f"benchmarks/{script.name}", *(word.removeprefix(root) for word in sys.argv[1:])])
+    """Return this command line, as it can be typed in the root folder of the project; of other folders only the name."""
+    root = f"{Path(__file__).resolve().parents[1]}/"
+    words = [word.removeprefix(root) for word in sys.argv[1:]]
+    words = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def warn_if_busy() -> float | None:
