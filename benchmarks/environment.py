@@ -61,7 +61,7 @@ def device_name(device: str) -> str:
 
 
 def command() -> str:
-    """Return this command line, as it can be typed in the root folder of the project; of other folders only the name."""
+    """Return this command line, as typed in the root folder of the project; of other folders only the name."""
     root = f"{Path(__file__).resolve().parents[1]}/"
     words = [word.removeprefix(root) for word in sys.argv[1:]]
     words = [Path(word).name if Path(word).is_absolute() else word for word in words]
