@@ -204,7 +204,8 @@ def start_server(run: Path, clients: int, args: argparse.Namespace) -> tuple[sub
     for line in process.stderr:
         if match := re.search(r"on (http://\S+)", line):
             return process, match[1]
-    raise SystemExit(f"the server did not start: {process.wait()}")
+    process.communicate()
+    raise SystemExit(f"the server did not start: {process.returncode}")
 
 
 def percentile(values: list[float], share: float) -> float | None:
