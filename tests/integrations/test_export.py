@@ -154,6 +154,7 @@ def test_int8_weights_cannot_be_saved(tmp_path: Path) -> None:
         lambda: model.save_pretrained(tmp_path / "model"),
         lambda: export(quantized),
         lambda: to_int8(quantized),
+        lambda: score(quantized, "text", method="dynamic"),
     ):
         with pytest.raises(UserError, match=r"8-bit weights \(Int8Tensor\) .* cannot be .*; take the run"):
             call()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_memory_length, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
@@ -33,6 +33,7 @@ def evaluate(
     sweep_attention_window: str | None = None,
     token_losses: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
+    int8: Int8 = False,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
@@ -77,6 +78,10 @@ def evaluate(
     needs_train_split = EvaluationPlan.resolve(folder.config, configs[0]).needs_train_split
     train_split = opened_corpus.split("train", verify=True) if needs_train_split else None
     loaded = folder.load_run(device, checkpoint)
+    if int8:
+        from transformer_xl.integrations.int8 import to_int8
+
+        loaded = to_int8(loaded)
     say_weights(loaded.weights)
     lengths = loaded.memory_lengths
     plans = [EvaluationPlan.resolve(folder.config, config, memory_lengths=lengths) for config in configs]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, check_flags
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Json
 from transformer_xl.cli.output import print_json, say_memory_length, say_unknown, say_weights
 from transformer_xl.config import UserError
 from transformer_xl.generation.config import GenerationConfig
@@ -33,6 +33,7 @@ def generate(
     out: Path | None = None,
     settings: Annotated[GenerationFlags | None, Parameter(name="*", negative=())] = None,
     checkpoint: Literal["best", "last"] = "best",
+    int8: Int8 = False,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
@@ -87,6 +88,10 @@ def generate(
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
+    if int8:
+        from transformer_xl.integrations.int8 import to_int8
+
+        loaded = to_int8(loaded)
     say_weights(loaded.weights)
     if out is not None:
         _write_midi(run, loaded, prompt_file, config, out, json=json)

@@ -30,6 +30,10 @@ def _convert_integer(kind: Any, tokens: Sequence[Token]) -> Any:
 Integer = Parameter(converter=_convert_integer, n_tokens=1)
 """Annotation of a flag that takes an integer."""
 
+Int8 = Annotated[
+    bool,
+    Parameter(negative=(), help="Store the matrices of linear layers in 8 bits, with torchao: smaller and less exact."),
+]
 Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and nothing else on standard output.")]
 
 

@@ -37,13 +37,14 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     With `reset_memory` the trained weights are also restored at the start of each document.
 
     Raises:
-        UserError: the batch size is above 1, `warmup_tokens` is set, the training text for rms is missing, or losses
-            are not finite.
+        UserError: the weights are those of `to_int8`, the batch size is above 1, `warmup_tokens` is set, the training
+            text for rms is missing, or losses are not finite.
     """
     if plan.batch_size not in (None, 1):
         raise UserError(f"batch-size {plan.batch_size}: method dynamic reads one sequence; give 1")
     if plan.warmup_tokens is not None:
         raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup-tokens")
+    model.check_not_quantized("changed, as method dynamic does")
     weights = _trainable_weights(model)
     _require_memory(model, weights, len(text.tokens_K), plan)
     trained_weights = [weight.detach().clone() for weight in weights]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
 from torch import nn
 
 from transformer_xl.config import UserError
+from transformer_xl.model.linear import Int8Linear
+from transformer_xl.model.precision import AnyModel
 from transformer_xl.run_folder import Run, check_run
 
 
 def to_int8(run: Run) -> Run:
     """Return a run whose linear layers have 8-bit weights, with a scale for each row; the given run is unchanged.
 
-    The copy is for inference in float32. Embedding and softmax stay as they are. The copy cannot be saved as a run.
+    The copy is for inference. Embedding and softmax stay as they are. The copy cannot be saved as a run.
 
     Raises:
         UserError: torchao is not installed, the weights have 8 bits already, or the model is one of nn.LSTM, which has
@@ -30,15 +33,22 @@ def to_int8(run: Run) -> Run:
         )
     if find_spec("torchao") is None:
         raise UserError("torchao is not installed; install it: pip install 'transformer-xl[torchao]'")
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    return replace(run, model=with_int8_weights(run.model))
 
-    model = copy.deepcopy(run.model)
-    for parent in list(model.modules()):
+
+def with_int8_weights(model: AnyModel) -> AnyModel:
+    """Return a copy of a model for evaluation, whose linear layers have 8-bit weights, with a scale for each row."""
+    logging.disable(logging.WARNING)  # torchao warns of each of its libraries for other processors
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    finally:
+        logging.disable(logging.NOTSET)
+    result = copy.deepcopy(model)
+    for parent in list(result.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear) and type(child) is not nn.Linear:
-                # torch's own layer, as the ways in which ours reads weights need plain tensors
-                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+            if isinstance(child, nn.Linear):
+                plain = Int8Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
                 plain.weight, plain.bias = child.weight, child.bias
                 setattr(parent, name, plain)
-    quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
-    return replace(run, model=model.eval())
+    quantize_(result.requires_grad_(False), Int8WeightOnlyConfig())
+    return result.eval()

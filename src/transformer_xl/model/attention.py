@@ -34,8 +34,8 @@ class AttentionContext:
     """P: number of distances with different position keys."""
     encoding_PD: Tensor | None
     """Encodings of the distances P - 1, ..., 1, 0, or None if every layer's cache already holds its position keys."""
-    zero_distance_D: Tensor
-    """Encoding of the distance 0, the last of `encoding_PD`."""
+    zero_distance_D: Tensor | None
+    """Encoding of the distance 0, the last of `encoding_PD`; None where biases are learned."""
     mask: AttentionMask
     """Which keys a query attends to."""
     lengths_B: Tensor | None
@@ -69,6 +69,14 @@ def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
     frequency_K = torch.exp(even_K * (-math.log(10000.0) / width))
     angle_PK = distance_P[:, None] * frequency_K
     return torch.cat([angle_PK.sin(), angle_PK.cos()], dim=-1)
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """Return x in the dtype in which autocast multiplies it, so that several projections share one converted copy."""
+    kind = x.device.type
+    if x.dtype != torch.float32 or kind == "meta" or not torch.is_autocast_enabled(kind):  # meta has no autocast
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def make_final_norm(config: LayerConfig) -> nn.Module:
@@ -125,7 +133,7 @@ class RelativeAttention(nn.Module):
         self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases | None
     ) -> tuple[AttentionInputs, LayerCache]:
         """Return the inputs of the attention kernel, and the next cache; arguments are as for `forward`."""
-        new_BTD = self.norm(x_BTD) if self.norm_first else x_BTD
+        new_BTD = as_multiplied(self.norm(x_BTD) if self.norm_first else x_BTD)
         q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
         if isinstance(cache, KeyValueCache):
             k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
@@ -163,6 +171,7 @@ class RelativeAttention(nn.Module):
 
     def _zero_distance_query(self, context: AttentionContext) -> Biases:
         """Return the query of the encoding of distance 0, R[0] in the paper, as both biases."""
+        assert context.zero_distance_D is not None
         encoding_1D = context.zero_distance_D[None].to(self.q_proj.weight.dtype)
         query_1NH = self.q_proj(encoding_1D).unflatten(-1, self.head_shape)
         query_NH = self.qkv_dropout(query_1NH, token_dim=0)[0]
@@ -173,10 +182,8 @@ class RelativeAttention(nn.Module):
 
         Memory is projected separately, because it needs no gradient; this saves a matrix product of the backward pass.
         """
-        hidden_BMD = cache.hidden_BMD.to(new_BTD.dtype)
-        if self.norm_first:
-            hidden_BMD = self.norm(hidden_BMD)
-        pairs = zip(self.project(hidden_BMD), self.project(new_BTD), strict=True)
+        hidden_BMD = self.norm(cache.hidden_BMD) if self.norm_first else cache.hidden_BMD
+        pairs = zip(self.project(hidden_BMD.to(new_BTD.dtype)), self.project(new_BTD), strict=True)
         k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
         if lengths_B is not None:
             k_BSNH, v_BSNH = (padding_first(rows, new_BTD.shape[1], lengths_B) for rows in (k_BSNH, v_BSNH))

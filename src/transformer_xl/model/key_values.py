@@ -131,13 +131,25 @@ class KeyValueCache(LayerCache):
         return k_BSNH, v_BSNH, cache
 
     def _with_new(self, k_BNTH: Tensor, v_BNTH: Tensor) -> KeyValueCache:
-        num_new, dtype, storage, start = k_BNTH.shape[2], k_BNTH.dtype, self.storage, self.end
+        cache = self.reserve(k_BNTH.shape[2], k_BNTH.dtype)
+        cache.storage.write(cache.end - k_BNTH.shape[2], k_BNTH, v_BNTH)
+        return cache
+
+    def reserve(self, num_new: int, dtype: torch.dtype) -> KeyValueCache:
+        """Return the next cache, into whose last T rows the caller writes the new keys and values at once.
+
+        Args:
+            num_new: T.
+            dtype: the dtype of the new keys and values.
+        """
+        storage, start = self.storage, self.end
         is_full = start + num_new > storage.capacity
         if is_full or storage.num_written != start or storage.k_BNCH.dtype != dtype:
             k_BNMH, v_BNMH = self.newest(self.length)
             storage, start = _Storage(k_BNMH.to(dtype), v_BNMH.to(dtype), num_free=num_new), self.length
-        storage.write(start, k_BNTH, v_BNTH)
-        return replace(self, storage=storage, end=start + num_new)
+        storage.num_written = start + num_new
+        # not `replace`, which takes Python longer
+        return KeyValueCache(storage, start + num_new, self.length, self.attend_empty, self.position_keys)
 
     def keys_of_positions(self, num_distances: int, project: Callable[[], Tensor]) -> Tensor:
         """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0, as a view.

@@ -54,7 +54,7 @@ class PackedLinear(nn.Linear):
         if torch.is_grad_enabled():
             self.unpack()  # the weights may change next
             return super().forward(input)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        dtype = product_dtype(input.dtype)
         packed = self._packed
         # not self.weight, which takes Python longer
         source = [parameter for parameter in self._parameters.values() if parameter is not None]
@@ -100,6 +100,20 @@ class PackedLinear(nn.Linear):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+
+
+class Int8Linear(nn.Linear):
+    """torch's Linear with the 8-bit weights of torchao, whose products ignore the dtype of autocast."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., O) for an input of shape (..., I)."""
+        return super().forward(input).to(product_dtype(input.dtype, input.device.type))
+
+
+def product_dtype(dtype: torch.dtype, device_type: str = "cpu") -> torch.dtype:
+    """Return the dtype of products of inputs of this dtype, with autocast or not."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import Int8Linear
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 
@@ -20,7 +21,8 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     are converted once, with the same results. The copy shares all other parameters with the model, which is unchanged,
     and continues its memories. After a change of the weights, make another copy.
     """
-    matrices = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Linear)}
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not Int8Linear]
+    matrices = {id(linear.weight): linear.weight for linear in linears}
     shared = {id(parameter): parameter for parameter in model.parameters()}
     converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
     result = copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies

@@ -18,6 +18,7 @@ from transformer_xl import native
 from transformer_xl.config import RelativeConfig, RelativeLayerConfig, TransformerXLConfig
 from transformer_xl.model import kernels
 from transformer_xl.model.attention import AttentionContext, Biases, Layer, encode_distances, make_final_norm
+from transformer_xl.model.decode_layers import DecodableLayers, can_decode, find_decodable_layers
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.kernels import AttentionMask
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
@@ -30,6 +31,7 @@ class RelativeLayers(ModelWithMemory):
 
     config: RelativeLayerConfig
     input_dropout: FastDropout
+    _decodable: DecodableLayers | None = None
     attn_implementation: str
     """The attention kernel, or `auto`. Training puts the kernel that a run began with in place of `auto`."""
 
@@ -111,15 +113,26 @@ class RelativeLayers(ModelWithMemory):
         x_BTD = self.input_dropout(x_BTD)
         last_start_BT = None if starts_BT is None else last_starts(starts_BT)
         context = self.attention_context(x_BTD, memory, lengths_B, last_start_BT)
-        states_BTD: list[Tensor] = []
+        states_BTD: list[Tensor] = [x_BTD]
         caches: list[LayerCache] = []
-        for layer, cache, biases in zip(self.layers, memory.layers, self.biases(), strict=True):
-            states_BTD.append(x_BTD)
-            x_BTD, cache = self.run_layer(layer, x_BTD, cache, context, biases)
-            caches.append(cache)
-        states_BTD.append(self.final_norm(x_BTD))
+        if can_decode(x_BTD, memory, context) and (decodable := self._decodable_layers(x_BTD.dtype)):
+            results_BTD, caches = decodable.decode(x_BTD, memory, context)
+            states_BTD += results_BTD
+        else:
+            for layer, cache, biases in zip(self.layers, memory.layers, self.biases(), strict=True):
+                x_BTD, cache = self.run_layer(layer, x_BTD, cache, context, biases)
+                states_BTD.append(x_BTD)
+                caches.append(cache)
+        states_BTD[-1] = self.final_norm(states_BTD[-1])
         last_start_B = None if last_start_BT is None else last_start_BT[:, -1]
         return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B, last_start_B)
+
+    def _decodable_layers(self, dtype: torch.dtype) -> DecodableLayers | None:
+        """Return what the native operator for a single new token needs, or None where it cannot compute the layers."""
+        found, number = self._decodable, self._weights_version.number  # of now: the memory was just checked
+        if found is None or not found.are_unchanged(number):
+            found = self._decodable = find_decodable_layers(self.layers, self.biases(), number)
+        return found if found is not None and found.accept(dtype) else None
 
     def attention_context(
         self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None, last_start_BT: Tensor | None = None
@@ -138,10 +151,9 @@ class RelativeLayers(ModelWithMemory):
         valid_B = None if memory.all_valid or self.attends_empty_slots else memory.valid_B
         if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
-        encoding_PD, like = self._encoding(memory, num_encoded), self.like
-        zero_PD = (
-            encode_distances(1, self.config.d_model, like=like).to(like.dtype) if encoding_PD is None else encoding_PD
-        )
+        encoding_PD, zero_PD = self._encoding(memory, num_encoded), None
+        if self.content_bias is None:
+            zero_PD = self._encode_distances(1) if encoding_PD is None else encoding_PD
         first_key_BT = (
             None
             if last_start_BT is None
@@ -150,7 +162,7 @@ class RelativeLayers(ModelWithMemory):
         return AttentionContext(
             num_distances=num_encoded,
             encoding_PD=encoding_PD,
-            zero_distance_D=zero_PD[-1],
+            zero_distance_D=None if zero_PD is None else zero_PD[-1],
             mask=AttentionMask(valid_B, num_attended - num_encoded, first_key_BT),
             lengths_B=lengths_B,
             attend=kernels.choose(self.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
@@ -168,10 +180,13 @@ class RelativeLayers(ModelWithMemory):
         is_inference = isinstance(memory, KeyValueMemory)
         if is_inference and all(cache.position_keys.num_distances >= num_distances for cache in memory.layers):
             return None
-        like = self.like
-        encoding_PD = encode_distances(num_distances, self.config.d_model, like=like).to(like.dtype)
+        encoding_PD = self._encode_distances(num_distances)
         # all layers share one dropout mask, as in the authors' code
         return encoding_PD if is_inference else self.input_dropout(encoding_PD, token_dim=0)
+
+    def _encode_distances(self, num_distances: int) -> Tensor:
+        like = self.like
+        return encode_distances(num_distances, self.config.d_model, like=like).to(like.dtype)
 
     def biases(self) -> Iterator[Biases | None]:
         """Yield the learned biases of each layer, or None if biases are not learned."""

@@ -24,7 +24,9 @@ class WeightsVersion:
     """The current number of one model; it is found by comparing some hundred integers, without reading weights."""
 
     def __init__(self) -> None:
-        self._number, self._seen = 0, list[Any]()
+        self.number = 0
+        """That of the weights when they were last looked at; 0 before."""
+        self._seen = list[Any]()
         self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._adapted: list[Any] = []
@@ -34,9 +36,9 @@ class WeightsVersion:
 
     def of(self, model: nn.Module) -> int:
         """Return the number of the model's weights as they are now; equal numbers mean equal weights."""
-        if not self._number or self._state() != self._seen:
+        if not self.number or self._state() != self._seen:
             self.set(model, next(_numbers))
-        return self._number
+        return self.number
 
     def set(self, model: nn.Module, number: int) -> None:
         """Give the weights of a model, as they are now, a number."""
@@ -45,7 +47,7 @@ class WeightsVersion:
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._children = [module._modules for module in modules if module._modules]
         self._adapted = [module for module in modules if hasattr(module, "merged_adapters")]  # layers of peft
-        self._number, self._seen = number, self._state()
+        self.number, self._seen = number, self._state()
 
     def _state(self) -> list[Any]:
         parameters = [one for group in self._parameters for one in group.values() if one is not None]

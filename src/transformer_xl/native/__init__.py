@@ -1,4 +1,4 @@
-"""Operators in C++ for CPUs: attention of a layer, and of few queries.
+"""Operators in C++ for CPUs: attention of a layer, and of few queries, and all layers of one token.
 
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
     native.build.build()   compiles them; only `txl info --build-native` does
@@ -74,11 +74,17 @@ def _register() -> None:
     library.register_fake(name, _attention_shapes)
     library.register_fake(f"{name}_backward", _gradient_shapes)
     library.register_fake(f"{name}_decode", _like)
+    library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
 
 
 def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
     return tensors[0].new_empty(tensors[0].shape)
+
+
+def _states(x_B1D: Tensor, *arguments: Any) -> Tensor:
+    keys = arguments[4]
+    return x_B1D.new_empty(len(keys), *x_B1D.shape)
 
 
 def _attention_shapes(tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:

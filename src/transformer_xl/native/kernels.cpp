@@ -9,6 +9,8 @@
 // keys of a block, L distances, the farthest first. A packed matrix is what `product` wants as its second operand.
 #include "kernels.h"
 
+#include <immintrin.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -488,6 +490,73 @@ void arrange(A* to, const A* from, int64_t count) {
   }
 }
 
+// The product of a row with an arranged vector, in two sums. Rows that follow each other are best read one by one: that
+// is what processors expect, and more streams at once read RAM a quarter slower.
+template <class T>
+float dot(const T* row, const float* vector, int64_t count) {
+  constexpr int64_t kStep = std::is_same_v<T, bf16> ? 32 : 16;
+  Floats sums[2] = {};
+  int64_t i = 0;
+  const auto add = [&](Floats& sum, int64_t at) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const Words pair = load<Words>(row + at);
+      sum += reinterpret_cast<Floats>(pair << 16) * load<Floats>(vector + at);
+      sum += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + at + 16);
+    } else {
+      sum += load<Floats>(row + at) * load<Floats>(vector + at);
+    }
+  };
+  for (; i + 2 * kStep <= count; i += 2 * kStep) add(sums[0], i), add(sums[1], i + kStep);
+  if (i + kStep <= count) add(sums[0], i), i += kStep;
+  float sum = sum_of(sums[0] + sums[1]);
+  for (; i < count; i++) sum += widen(row[i]) * vector[i];
+  return sum;
+}
+inline double dot(const double* row, const double* vector, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += row[i] * vector[i];
+  return sum;
+}
+// Compilers know instructions for sums of 16-bit products, which 512 products of 8 and 16 bits do not exceed
+inline float dot(const int8_t* row, const int16_t* vector, int64_t count) {
+  float total = 0;
+  for (int64_t from = 0; from < count; from += 512) {
+    const int64_t end = smaller(from + 512, count);
+    int32_t sum = 0;
+    for (int64_t i = from; i < end; i++) {
+      const int16_t weight = row[i];
+      sum += int32_t{weight} * int32_t{vector[i]};
+    }
+    total += static_cast<float>(sum);
+  }
+  return total;
+}
+// to = x / scale in 16 bits, as what is lost then is below what 8-bit weights lose; returns the scale, NaN for x that is
+// not finite
+template <class A>
+float quantize(int16_t* to, const A* x, int64_t count) {
+  A most = 0, zero = 0;
+  for (int64_t i = 0; i < count; i++) most = std::abs(x[i]) > most ? std::abs(x[i]) : most, zero += x[i] * 0;
+  const A scale = most / 32767 + zero, inverse = most > 0 ? 32767 / most : A(0);
+  for (int64_t i = 0; i < count; i++) to[i] = static_cast<int16_t>(std::lrint(x[i] * inverse));
+  return static_cast<float>(scale);
+}
+#ifdef __AVX512F__
+// Of two bfloat16 vectors in order, where the processor has an instruction for it
+__attribute__((target("avx512bf16"))) float dot(const bf16* row, const bf16* vector, int64_t count) {
+  const auto pairs = [](const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); };
+  __m512 sums[2] = {};
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64)
+    for (int64_t j = 0; j < 2; j++) sums[j] = _mm512_dpbf16_ps(sums[j], pairs(row + i + 32 * j), pairs(vector + i + 32 * j));
+  float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
+  for (; i < count; i++) sum += widen(row[i]) * widen(vector[i]);
+  return sum;
+}
+#else
+float dot(const bf16*, const bf16*, int64_t) { __builtin_trap(); }  // AVX2 multiplies bfloat16 in float32 only
+#endif
+
 // Products of some rows with an arranged vector; their sums do not wait for each other
 template <int kCount, class T>
 void dots(float* to, const T* rows, int64_t stride, const float* vector, int64_t count) {
@@ -535,7 +604,7 @@ void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, i
     return;
   }
   const A* const q = query;
-  constexpr int64_t kColumns = 512, kTogether = 4;  // scores that stay in the first cache; rows read together
+  constexpr int64_t kColumns = 2048, kTogether = 4;  // scores that stay in the first cache; rows read together
   for (int64_t j0 = 0; j0 < count; j0 += kColumns) {
     const int64_t size = smaller(kColumns, count - j0);
     A* const to = s + j0;
@@ -589,6 +658,108 @@ void decode(const Attention& z, int64_t task) {
   }
 }
 
+// One layer for a single new token. Numbers are rounded to T where the layer's operators, one by one, return T.
+template <class T, class P, class A>
+struct Decoder {
+  // of the vector that a matrix is multiplied with
+  using Input = std::conditional_t<std::is_same_v<P, bf16>, bf16, A>;
+
+  static A rounded(A x) { return widen(narrow<T>(x)); }
+
+  // to = normalized x, which may be the same rows
+  static void layer_norm(A* to, const A* x, const DecodedLayer& z, int norm) {
+    const A *const weight = static_cast<const A*>(z.weight[norm]), *const bias = static_cast<const A*>(z.bias[norm]);
+    A sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < z.D; d++) sum += x[d];
+    const A mean = sum / static_cast<A>(z.D);
+#pragma omp simd reduction(+ : squares)
+    for (int64_t d = 0; d < z.D; d++) squares += (x[d] - mean) * (x[d] - mean);
+    const A scale = 1 / std::sqrt(squares / static_cast<A>(z.D) + static_cast<A>(z.eps[norm]));
+#pragma omp simd
+    for (int64_t d = 0; d < z.D; d++) to[d] = (x[d] - mean) * scale * weight[d] + bias[d];
+  }
+
+  static void prepare(const DecodedLayer& z, int step) {
+    const int64_t count = step < z.kSteps ? z.inputs(step) : 0;
+    A* const from = buffer<A>(kGrad, larger(larger(z.D, z.F), z.inner()));
+    for (int64_t b = 0; b < z.attention.B; b++) {
+      A* const x = static_cast<A*>(z.x) + b * z.D;
+      const int norm = step > 1;  // of the part that begins or ends
+      const A* const result = static_cast<const A*>(z.result) + b * z.outputs(larger(step, 1) - 1);
+      if (step == 2 || step == z.kSteps) {  // attention or feed-forward ends
+        for (int64_t d = 0; d < z.D; d++) x[d] += result[d];
+        if (!z.norm_first) layer_norm(x, x, z, step == z.kSteps);
+      }
+      const A* input = x;
+      if (step == 1) {
+        const T* const o = z.attention.out.template at<T>(b, 0, 0);
+        for (int64_t i = 0; i < count; i++) from[i] = widen(o[i]);
+        input = from;
+      } else if (step == 3) {
+        input = result;
+      } else if (step < z.kSteps && z.norm_first) {
+        layer_norm(from, x, z, norm), input = from;
+      }
+      Input* const to = static_cast<Input*>(z.input) + b * count;
+      if (z.scale[0]) {
+        z.input_scale[b] = quantize(static_cast<int16_t*>(z.input) + b * count, input, count);
+      } else if constexpr (std::is_same_v<P, bf16>) {
+        for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(input[i]);
+      } else {
+        for (int64_t i = 0; i < count; i++) from[i] = rounded(input[i]);
+        arrange<T>(to, from, count);
+      }
+    }
+  }
+
+  static void write_head(T* to, int64_t stride, const A* from, const DecodedLayer& z, int norm) {
+    const int64_t H = z.attention.H;
+    const A* const weight = norm ? static_cast<const A*>(z.weight[norm]) : nullptr;
+    A squares = 0;
+    for (int64_t h = 0; h < H && weight; h++) squares += from[h] * from[h];
+    const A scale = weight ? 1 / std::sqrt(squares / static_cast<A>(H) + static_cast<A>(z.eps[norm])) : A(1);
+    for (int64_t h = 0; h < H; h++) to[h * stride] = narrow<T>(weight ? from[h] * scale * weight[h] : from[h]);
+  }
+
+  static void split(const DecodedLayer& z) {
+    const Attention& a = z.attention;
+    for (int64_t b = 0; b < a.B; b++) {
+      const A* const row = static_cast<const A*>(z.result) + b * 3 * z.inner();
+      for (int64_t n = 0; n < a.N; n++) {
+        const A *const q = row + n * a.H, *const k = q + z.inner(), *const v = k + z.inner();
+        write_head(a.q.template at<T>(b, 0, n), a.q.h, q, z, 2);
+        write_head(a.k.template at<T>(b, a.S - 1, n), a.k.h, k, z, 3);
+        write_head(a.v.template at<T>(b, a.S - 1, n), a.v.h, v, z, 0);
+      }
+    }
+  }
+
+  template <class Row, class Vector>
+  static auto dot_of(const void* matrix, const void* inputs, int64_t o, int64_t b, int64_t I) {
+    return dot(static_cast<const Row*>(matrix) + o * I, static_cast<const Vector*>(inputs) + b * I, I);
+  }
+
+  // Rows of a matrix times the inputs of all batch rows: the matrix is read once
+  static void multiply(const DecodedLayer& z, int step, int64_t unit) {
+    const int64_t outputs = z.outputs(step), I = z.inputs(step), per_matrix = (outputs + z.kUnit - 1) / z.kUnit;
+    const int64_t part = unit / per_matrix, first = unit % per_matrix * z.kUnit;
+    const int64_t end = smaller(first + z.kUnit, outputs), columns = step ? outputs : 3 * outputs;
+    const int64_t which = step ? step + 2 : part;
+    const void* const matrix = z.matrix[which];
+    const float* const scale = z.scale[which];
+    const void* const any_bias = step == 2 ? z.up_bias : step == 3 ? z.down_bias : nullptr;
+    const A* const bias = static_cast<const A*>(any_bias);
+    for (int64_t o = first; o < end; o++)
+      for (int64_t b = 0; b < z.attention.B; b++) {
+        const A product = scale ? static_cast<A>(dot_of<int8_t, int16_t>(matrix, z.input, o, b, I) * z.input_scale[b] * scale[o])
+                                : dot_of<T, Input>(matrix, z.input, o, b, I);
+        const A sum = rounded(bias ? product + rounded(bias[o]) : product);
+        static_cast<A*>(z.result)[b * columns + part * outputs + o] = step == 2 && sum < 0 ? A(0) : sum;
+      }
+  }
+};
+
 template <class T, class P, class A>
 constexpr Format format() {
   return {[](const Attention& z, int64_t task) {
@@ -599,7 +770,8 @@ constexpr Format format() {
             const Head<T, P, A> head(z, task);
             z.dropout > 0 ? head.template backward<true>() : head.template backward<false>();
           },
-          [](const Attention& z, int64_t task) { decode<T, A>(z, task); }};
+          [](const Attention& z, int64_t task) { decode<T, A>(z, task); },
+          &Decoder<T, P, A>::prepare, &Decoder<T, P, A>::split, &Decoder<T, P, A>::multiply};
 }
 
 }  // namespace

@@ -145,6 +145,90 @@ Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, cons
   return out;
 }
 
+void compute(DecodedLayer& z, const Format& format) {
+  for (int step = 0; step < z.kSteps; step++) {
+    format.prepare(z, step);
+    at::parallel_for(0, z.units(step), 4, [&](int64_t from, int64_t to) {
+      for (int64_t unit = from; unit < to; unit++) format.multiply(z, step, unit);
+    });
+    if (step == 0) {
+      format.split(z);
+      at::parallel_for(0, z.attention.B * z.attention.N, 1, [&](int64_t from, int64_t to) {
+        for (int64_t task = from; task < to; task++) format.decode(z.attention, task);
+      });
+    }
+  }
+  format.prepare(z, z.kSteps);
+}
+
+// All layers for a single new token; returns the result of each, (L, B, 1, D). Of each layer, `weights` are the matrices
+// q, k, v, o, up, down; biases of up and down; weight and bias of both LayerNorms; with qk_norm the weights of q and k;
+// and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys` and `values` are storage (B, N, C, H),
+// whose rows before `ends` are read, `num_keys` of them, and the last is written; of `positions` (N, H, X) the last
+// `num_distances` are read.
+Tensor decode_layers(const Tensor& x, at::TensorList weights, at::TensorList biases, at::ArrayRef<double> eps,
+                     bool norm_first, at::TensorList keys, at::TensorList values, at::IntArrayRef ends, int64_t num_keys,
+                     at::TensorList positions, int64_t num_distances, const OptionalTensor& valid, int64_t clamped) {
+  const size_t L = keys.size(), per_layer = L ? weights.size() / L : 0;
+  const bool has_scales = L && weights[0].scalar_type() == at::kChar;
+  const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
+  TORCH_CHECK((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
+              eps.size() == 4 * L && values.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
+              x.size(1) == 1 && keys[0].dim() == 4, "wrong number of tensors of layers");
+  const int64_t B = x.size(0), D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
+  const auto key_type = keys[0].scalar_type(), type = key_type == at::kBFloat16 ? at::kFloat : key_type;
+  const auto matrix_type = has_scales ? at::kChar : key_type;
+  const auto check = [](const Tensor& weight, at::IntArrayRef shape, at::ScalarType expected) {
+    TORCH_CHECK(weight.sizes() == shape && weight.scalar_type() == expected && weight.is_contiguous(),
+                "wrong weights of a layer");
+    return weight.const_data_ptr();
+  };
+  TORCH_CHECK(x.scalar_type() == type, "wrong dtype of a layer's input");
+  const Tensor states = at::empty({static_cast<int64_t>(L), B, 1, D}, x.options());
+  const Tensor q = at::empty({B, 1, N, H}, keys[0].options()), attended = at::empty_like(q);
+  const Tensor input = at::empty({B * std::max({D, I, F})}, x.options());
+  const Tensor result = at::empty({B * std::max({D, 3 * I, F})}, x.options());
+  std::vector<float> input_scale(B);
+  const Format& format = format_of(q);
+  Tensor previous = x;
+  for (size_t layer = 0; layer < L; layer++) {
+    const at::TensorList own = weights.slice(layer * per_layer, per_layer);
+    const int64_t end = ends[layer];
+    TORCH_CHECK(end <= keys[layer].size(2) && num_keys <= end && num_distances <= positions[layer].size(2),
+                "wrong number of keys");
+    const auto newest = [&](const Tensor& rows) { return rows.slice(2, end - num_keys, end).transpose(1, 2); };
+    const Tensor k = newest(keys[layer]), v = newest(values[layer]);
+    const Tensor r = positions[layer].slice(2, -num_distances).permute({2, 0, 1}).to(key_type);
+    for (const Tensor& rows : {k, r})
+      TORCH_CHECK(rows.stride(-1) == 1 || rows.stride(-3) == 1, "keys must be stored by rows or by columns");
+    TORCH_CHECK(v.stride(-1) == 1, "values must be stored by rows");
+    const std::vector<Tensor> inputs{q, k, v, r, biases[2 * layer].to(key_type), biases[2 * layer + 1].to(key_type)};
+    DecodedLayer z{};
+    z.attention = checked(inputs, valid, {}, {}, 0, clamped);
+    z.attention.out = view(attended);
+    z.D = D, z.F = F, z.norm_first = norm_first;
+    const std::pair<int64_t, int64_t> shapes[6] = {{I, D}, {I, D}, {I, D}, {D, I}, {F, D}, {D, F}};
+    for (int i = 0; i < 6; i++) {
+      const auto [rows, columns] = shapes[i];
+      z.matrix[i] = check(own[i], {rows, columns}, matrix_type);
+      if (has_scales) z.scale[i] = static_cast<const float*>(check(own[6 + num_vectors + i], {rows, 1}, at::kFloat));
+    }
+    z.up_bias = check(own[6], {F}, type), z.down_bias = check(own[7], {D}, type);
+    for (int i = 0; i < 2; i++) {
+      z.weight[i] = check(own[8 + 2 * i], {D}, type), z.bias[i] = check(own[9 + 2 * i], {D}, type);
+      if (num_vectors == 8) z.weight[2 + i] = check(own[12 + i], {H}, type);
+    }
+    std::copy_n(eps.begin() + 4 * layer, 4, z.eps);
+    const Tensor out = states.select(0, static_cast<int64_t>(layer));
+    out.copy_(previous);  // computed in place
+    z.x = out.data_ptr(), z.input = input.data_ptr(), z.result = result.data_ptr();
+    z.input_scale = input_scale.data();
+    compute(z, format);
+    previous = out;
+  }
+  return states;
+}
+
 }  // namespace
 }  // namespace txl
 
@@ -156,10 +240,15 @@ TORCH_LIBRARY(transformer_xl_native, m) {
       "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, "
       "float dropout, int num_clamped) -> Tensor[]");
   m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
+  m.def(
+      "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
+      "Tensor(b!)[] values, int[] ends, int num_keys, Tensor[] positions, int num_distances, Tensor? valid, "
+      "int num_clamped) -> Tensor");
   m.def("description() -> str", &txl::description);
 }
 TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
   m.impl("attention", &txl::attention);
   m.impl("attention_backward", &txl::attention_backward);
   m.impl("attention_decode", &txl::attention_decode);
+  m.impl("decode_layers", &txl::decode_layers);
 }
