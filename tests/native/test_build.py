@@ -119,7 +119,8 @@ def test_lock_dies_with_its_holder(folder: Path, tmp_path: Path, monkeypatch: py
             assert result.status == 2
             assert "in use by another txl command" in result.err
         finally:
-            for process in (*children(builder.pid), builder.pid):
+            # the builder first: it would end the other compiler and clear up if one was ended before it
+            for process in (builder.pid, *children(builder.pid)):
                 os.kill(process, signal.SIGKILL)
     assert list(folder.glob(".build.partial-*"))  # what the killed process leaves
     use_compiler(monkeypatch, tmp_path / "fake", "exit 1")
