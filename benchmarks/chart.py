@@ -48,6 +48,7 @@ def title(implementation: str) -> str:
         ("ours", ""): "this package",
         ("ours", "compile"): "this package, compiled",
         ("transformers", ""): "transformers 4.37.2",
+        ("nanogpt", ""): "nanoGPT",
         ("x-transformers", ""): "x-transformers, rotary + flash",
         ("x-transformers", "bias"): "x-transformers, T5 bias",
     }
@@ -70,6 +71,25 @@ def training_table(results: Results) -> str:
             f"{metrics['peak_resident_bytes_beyond_libraries'] / GIB:.2f} |"
         )
     return "\n".join([environment(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
+
+
+def saved_tensors_table(results: Results) -> str:
+    """Return a Markdown table of what a step keeps for the backward pass: all kinds of tensors of 1 MiB and more."""
+    rows = results["saved"]
+    total, listed = sum(row["mib"] for row in rows), [row for row in rows if row["mib"] >= 1]
+    lines = [
+        f"`{results['command']}`; commit `{results['commit']}`: {total:,.0f} MiB.",
+        "",
+        "| module | shape | dtype | number | MiB |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {row['module'] or 'the model'} | {' x '.join(map(str, row['shape']))} | {row['dtype']} | "
+            f"{row['number']} | {row['mib']:,.1f} |"
+            for row in listed
+        ),
+        f"| all others | | | | {total - sum(row['mib'] for row in listed):,.1f} |",
+    ]
+    return "\n".join(lines)
 
 
 def kernels_table(results: Results) -> str:
@@ -152,8 +172,8 @@ def serving_table(name: str, results: Results) -> str:
     hardware = processor({**results, "features": results["cpu_features"]})
     description = (
         f"`{results['command']}`; {hardware}, torch {results['torch']}, load average before {results['busy']}; commit "
-        f"`{results['commit']}`. {results['weight_bytes'] / 4e6:.1f}M parameters, {results['memory_slots']:,} memory "
-        f"slots, RAM read at {results['bytes_per_second'] / 1e9:.1f} GB/s."
+        f"`{results['commit']}`. {results['weight_bytes'] / 4e6:.1f}M parameters in the bound, "
+        f"{results['memory_slots']:,} memory slots, RAM read at {results['bytes_per_second'] / 1e9:.1f} GB/s."
     )
     lines = [
         "| clients | tokens/s | share of the bound | first token, s (p50, p99) | request, s (p50, p99) | requests "
@@ -282,6 +302,8 @@ def set_style(axes: Axes, grid: str) -> None:
 
 SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure | None] | None]] = {
     "training": (training_table, training_chart),
+    "small-training": (training_table, None),
+    "saved-tensors": (saved_tensors_table, None),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
     "learning-rates": (learning_rates_table, None),
@@ -292,7 +314,7 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "learning-rates", "equal-time", "serving"):
+    if name in ("gpu", "learning-rates", "equal-time", "serving", "saved-tensors"):
         return sorted(
             path
             for path in folder.glob(f"{name}-*.json")

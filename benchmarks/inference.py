@@ -7,7 +7,8 @@ computed for each round. Scoring computes the losses of segments of 80 tokens wi
 evaluation; generation samples one token at a time from the 40 most likely. The memory is full from the start.
 
 The results include the upper limit that RAM bandwidth sets to generation: the measured read speed of this computer
-divided by the bytes that each token must read (weights, keys, values and position keys, each once).
+divided by the bytes that each token must read (weights, keys, values and position keys, each once). `+int8` has the
+matrices of linear layers in 8 bits, where torchao is installed; keys and values stay in the dtype before it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import platform
 import statistics
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def choose_entries(args: argparse.Namespace) -> tuple[list[Entry], list[str]]:
     """Return the implementations to measure, transformers first, and a sentence for each that is left out."""
     left_out, names = [], ["transformers-float32", "ours-float32"]
     if has_bfloat16(torch.device("cpu")):
-        names.append("ours-bfloat16")
+        names += ["ours-bfloat16", *(["ours-bfloat16+int8"] if find_spec("torchao") else [])]
     else:
         left_out.append("bfloat16: the processor has no instructions for it")
     if not args.peers.exists():

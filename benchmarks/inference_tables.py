@@ -16,7 +16,7 @@ def inference_table(results: Results) -> str:
     lines = ["| | | tokens/s | ratio | peak memory, GiB |", "|---|---|---|---|---|"]
     for job, result in results["jobs"].items():
         for name, metrics in result["implementations"].items():
-            package, _, dtype = name.rpartition("-")
+            package, _, dtype = name.replace("+int8", ", int8 weights").rpartition("-")
             version = metrics["versions"].get(package, "")
             package = "this package" if package == "ours" else f"{package} {version}".strip()
             low, high = metrics["ratio_range"]

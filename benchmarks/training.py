@@ -9,6 +9,11 @@ only one computes at any time, and disturbances by other programs affect all. A 
 cross-entropy, backward, gradient clipping and fused Adam. Results are medians over the rounds; a ratio is the median of
 each round's ratio to the first implementation. Losses on the same text show whether an implementation really learns.
 
+nanogpt-float32 is nanoGPT, without memory, from the checkout that the variable NANOGPT names; it is for small models:
+
+    NANOGPT=DIR python benchmarks/training.py --implementations ours-float32,nanogpt-float32 --n-layers 4 --d-model 256
+        --n-heads 4 --d-ff 1024 --batch-size 32 --segment-length 64 --memory-length 64 --dropout 0 --out FILE
+
 By default all run in float32, and all but transformers, whose loss fails under bfloat16 autocast, also in bfloat16 if
 the processor has instructions for it.
 """
@@ -34,7 +39,10 @@ from transformer_xl.device import has_bfloat16
 
 HERE = Path(__file__).parent
 PEERS = Path(".venv-peers/bin/python")
-MODULES = {"ours": "ours", "transformers": "peer_transformers", "x-transformers": "peer_x_transformers"}
+MODULES = {
+    "ours": "ours", "transformers": "peer_transformers", "x-transformers": "peer_x_transformers",
+    "nanogpt": "peer_nanogpt",
+}  # fmt: skip
 STANDARD = ("ours-{}", "transformers-{}", "x-transformers-{}", "x-transformers-{}+bias")
 NO_BFLOAT16 = "transformers in bfloat16: its loss fails under autocast (bfloat16 into a float32 buffer)"
 # makes glibc keep blocks above 32 MiB, which it otherwise returns to the system as soon as they are freed
@@ -75,6 +83,8 @@ class Entry:
         who, _, dtype = rest.rpartition("-")
         if who not in modules or dtype not in ("float32", "bfloat16"):
             sys.exit(f"no implementation '{name}'; must be NAME-DTYPE, NAME one of {', '.join(modules)}")
+        if who == "nanogpt" and not (Path(os.environ.get("NANOGPT", "")) / "model.py").is_file():
+            sys.exit(f"'{name}' needs a checkout of nanoGPT: NANOGPT=DIR python benchmarks/training.py ...")
         return Entry(name, modules[who], dtype, variant)
 
 

@@ -10,13 +10,14 @@ from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.sampling import sample
+from transformer_xl.integrations.int8 import with_int8_weights
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.transformer_xl import TransformerXL
 
 
 class Runner:
-    """Inference with cached keys and values; variant `hidden` caches hidden states instead, as training does."""
+    """Inference with cached keys and values; variants: `hidden` caches hidden states, `int8` has 8-bit weights."""
 
     versions = {"transformer_xl": __version__}  # noqa: RUF012
 
@@ -26,7 +27,11 @@ class Runner:
         cached = "hidden states" if task.variant == "hidden" else "keys and values"
         self.note = f"{cached} cached; sampling from the 40 most likely tokens"
         model = TransformerXL(TransformerXLConfig(**task.model_sizes, dropout=0.0)).eval().to(task.device)
-        self.model = with_matrices_in(model, torch.bfloat16) if task.dtype == "bfloat16" else model
+        if task.variant == "int8":
+            model = with_int8_weights(model)
+        elif task.dtype == "bfloat16":
+            model = with_matrices_in(model, torch.bfloat16)
+        self.model = model
         context_limits = ContextLimits(task.memory_length, task.memory_length, task.clamp_length)
         new_memory = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
         self.memory = new_memory(task.batch_size, context_limits)
