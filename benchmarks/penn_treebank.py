@@ -1,19 +1,27 @@
 """What each part of the regularised Penn Treebank model is worth: a small version of the recipe without one part each.
 
-    python benchmarks/penn_treebank.py --corpus corpora/ptb --out runs/ptb-parts --steps 6000
+    python benchmarks/penn_treebank.py --corpus corpora/ptb --out runs/ptb-parts --steps 6000 [--seeds 1,2,3]
+        [--learning-rate 3e-4] [--eval-tokens 32768] [--parts "no L2 regularization"] [--results FILE]
 
-Every version is an ordinary run in a folder of its own, with the same seed and number of steps. Runs that are done are
-not trained again, and a stopped one is resumed. The table has the lowest perplexity of the validation text.
+Every version is an ordinary run in a folder of its own, with the same number of steps. Runs that are done are not
+trained again, and a stopped one is resumed. The table has the lowest perplexity of the validation text: the mean over
+the seeds, and that of each. The results are added to a JSON file after each training.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
-from transformer_xl import load, resume, train
+import torch
+from environment import RESULTS, command, commit, cpu_features, cpu_model, say, write
+
+from transformer_xl import Corpus, load, resume, train
+from transformer_xl.config import UserError
 
 Groups = dict[str, dict[str, Any]]
 
@@ -56,33 +64,92 @@ def best_perplexity(corpus: Path, path: Path, changes: Groups, base: Groups) -> 
     else:
         settings = {group: base.get(group, {}) | changes.get(group, {}) for group in ("model", "train", "evaluation")}
         if settings["train"].get("weight_average") == "none":
-            del settings["train"]["average_start_step"]
+            del settings["train"]["average_start_step"], settings["train"]["average_learning_rate"]
         nats = train("ptb", corpus, path, **settings, progress=False).best_nats_per_token
     assert nats is not None, "the corpus has no validation text"
     return math.exp(nats)
 
 
+def print_table(trainings: list[dict[str, Any]]) -> None:
+    """Print the mean perplexity of each version over its seeds, that of each seed, and what the part is worth."""
+    perplexities: dict[str, dict[int, float]] = {}
+    for one in trainings:
+        perplexities.setdefault(one["version"], {})[one["seed"]] = one["perplexity"]
+    complete = perplexities.get("all parts", {})
+    print("| version | perplexity | of each seed | above all parts |\n|---|---|---|---|")
+    for name, by_seed in perplexities.items():
+        above = [value - complete[seed] for seed, value in by_seed.items() if seed in complete]
+        print(
+            f"| {name} | {statistics.mean(by_seed.values()):.1f} | {', '.join(f'{v:.1f}' for v in by_seed.values())} | "
+            f"{f'{min(above):+.1f} to {max(above):+.1f}' if above and name != 'all parts' else ''} |"
+        )
+
+
 def main() -> None:
+    """Train the versions, print the table, and write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the corpus, made with --tokenizer word")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--steps", type=int, default=6000, help="steps of each version")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="versions to train")
+    parser.add_argument("--seeds", default="1,2,3", help="with commas")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="that of the recipe by default")
+    parser.add_argument("--eval-tokens", type=int, help="tokens of the validation text that are read (all)")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="VERSION")
+    parser.add_argument("--results", type=Path, default=RESULTS / "penn-treebank-parts.json", metavar="FILE")
     args = parser.parse_args()
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        corpus = Corpus.open(args.corpus)
+    except (UserError, ValueError) as error:
+        parser.error(str(error))
+    setting = {
+        "text_sha256": corpus.record.splits["train"].sha256,
+        "steps": args.steps,
+        "learning_rate": args.learning_rate,
+        "eval_tokens": args.eval_tokens,
+    }
+    earlier = json.loads(args.results.read_text()) if args.results.exists() else setting
+    if different := [name for name, value in setting.items() if earlier[name] != value]:
+        parser.error(f"{args.results} has results with another {different[0]}; choose another --results and --out")
+    trainings: list[dict[str, Any]] = earlier.get("trainings", [])
     schedule = {
         "max_steps": args.steps,
         "warmup_steps": max(1, round(_WARMUP * args.steps)),
         "average_start_step": round(_AVERAGE_START * args.steps),
+        "average_learning_rate": args.learning_rate / 6,  # as in the recipe
+        "learning_rate": args.learning_rate,
         "eval_interval": max(1, args.steps // 10),
-        "checkpoint_interval": max(1, args.steps // 10),
-        "seed": args.seed,
+        "eval_tokens": args.eval_tokens,
+        "checkpoint_interval": max(1, args.steps // 2),
     }
-    print("| version | perplexity | parameters |\n|---|---|---|")
-    for name in args.parts:
-        path = args.out / f"{name.replace(',', '').replace(' ', '-')}-seed{args.seed}"
-        perplexity = best_perplexity(args.corpus, path, PARTS[name], SMALL | {"train": schedule})
-        print(f"| {name} | {perplexity:.2f} | {load(path).model.num_parameters():,} |", flush=True)
+    machine = {"cpu": cpu_model(), "features": cpu_features()}
+    for seed in seeds:
+        for name in args.parts:
+            if any((one["version"], one["seed"]) == (name, seed) for one in trainings):
+                continue
+            path = args.out / f"{name.replace(',', '').replace(' ', '-')}-seed{seed}"
+            perplexity = best_perplexity(args.corpus, path, PARTS[name], SMALL | {"train": schedule | {"seed": seed}})
+            trainings.append(
+                {
+                    "version": name,
+                    "seed": seed,
+                    "perplexity": round(perplexity, 3),
+                    "parameters": load(path).model.num_parameters(),
+                    "commit": commit(),
+                }
+            )
+            say(f"{name}, seed {seed}: {perplexity:.2f}")
+            write(
+                {
+                    **setting,
+                    "command": command(),
+                    "torch": torch.__version__,
+                    "machine": machine,
+                    "trainings": trainings,
+                },
+                args.results,
+            )
+    print_table(trainings)
 
 
 if __name__ == "__main__":
