@@ -1,6 +1,7 @@
 """Compares fine-tuning a run on another text with training a new model on that text for the same time.
 
-    python benchmarks/finetuning.py --base RUN --corpus DIR [--seconds 60,300,900] [--seeds 1,2,3] [--out FILE]
+    python benchmarks/finetuning.py --base RUN --corpus DIR [--seconds 60,300,900] [--seeds 1,2,3]
+        [--arms fine-tuned,new] [--out FILE]
 
 First the duration of a step is measured: the median of two trainings of 15 seconds; nothing else may run then. Then
 both train for the number of steps that take `--seconds`, with the learning rate of the base and a tenth of the steps of
@@ -8,6 +9,9 @@ warm-up: the new model with the base's recipe, the fine-tuned one as `finetune` 
 these trainings may run beside other work. Losses are those of the weights with the lowest validation loss, in nats per
 token of the whole validation and test text, and for the fine-tuned model also of the first 65,536 tokens of the base's
 own test text.
+
+Where the base's recipe has neither dropout nor shuffled documents, a seed changes only the weights that a new model
+begins with, so fine-tuning gives the same loss with every seed; then `--arms new` trains the other seeds.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated.
 """
@@ -84,6 +88,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="prepared with the base's tokenizer")
     parser.add_argument("--seconds", default="60,300,900")
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--arms", default=",".join(ARMS), help="with commas")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=results_file("finetuning"))
     args = parser.parse_args()
@@ -92,6 +97,9 @@ def main() -> None:
         Corpus.open(args.corpus)
     except UserError as error:
         parser.error(str(error))
+    arms = args.arms.split(",")
+    if unknown := set(arms) - set(ARMS):
+        parser.error(f"no arm {', '.join(sorted(unknown))}; known: {', '.join(ARMS)}")
     if base.train is None or base.recipe is None:
         parser.error(f"--base {args.base} was not trained here with a recipe; give a folder made by txl train")
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
@@ -109,7 +117,7 @@ def main() -> None:
     done = {(one["seconds"], one["seed"], one["arm"]) for one in results["trainings"]}
     for seed in map(int, args.seeds.split(",")):
         for seconds in map(float, args.seconds.split(",")):
-            for arm in ARMS:
+            for arm in arms:
                 if (seconds, seed, arm) in done:
                     continue
                 steps = round(seconds / results["step_seconds"])
