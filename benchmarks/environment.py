@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -77,6 +78,13 @@ def warn_if_busy() -> float | None:
     if load > 0.5:
         say(f"warning: load average {load:.2f} before the start; measurements on a busy computer are unreliable")
     return round(load, 2)
+
+
+def positive(text: str) -> int:
+    """Parse a command-line argument that is an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)
 
 
 def say(text: str) -> None:

@@ -23,12 +23,13 @@ from typing import Any
 
 import peft  # noqa: F401 (in all arms, so that its import is in none of the differences)
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from trainee import StepTimer
 from typing_extensions import override
 
-from transformer_xl import finetune
+from transformer_xl import Corpus, finetune, load
 from transformer_xl.config import UserError
+from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.trainer import Trainer
 
 MIB = 2**20
@@ -135,18 +136,27 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--arms", default="full,lora-8,lora-8:q_proj+v_proj")
-    parser.add_argument("--max-steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-steps", type=positive, default=200)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=results_file("lora"))
     args = parser.parse_args()
+    try:
+        arms = [Arm.parse(name) for name in args.arms.split(",")]
+        tokenizer, corpus = load(args.base, device="cpu").tokenizer, Corpus.open(args.corpus)
+        if difference := describe_difference(corpus.tokenizer, tokenizer):
+            raise UserError(
+                f"{args.corpus} has another tokenizer ({difference}); prepare it with --tokenizer {args.base}"
+            )
+    except (UserError, ValueError) as error:
+        parser.error(str(error))
     machine = {"cpu": cpu_model(), "instructions": cpu_features(), "python": platform.python_version()}
     results = {
         "command": command(),
         "commit": commit(),
         "torch": torch.__version__,
         "machine": {**machine, "threads": args.threads, "load": warn_if_busy()},
-        **compare([Arm.parse(name) for name in args.arms.split(",")], args),
+        **compare(arms, args),
     }
     write(results, args.out)
 

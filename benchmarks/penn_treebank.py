@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, write
 
 from transformer_xl import Corpus, load, resume, train
 from transformer_xl.config import UserError
@@ -90,16 +90,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the corpus, made with --tokenizer word")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--steps", type=int, default=6000, help="steps of each version")
+    parser.add_argument("--steps", type=positive, default=6000, help="steps of each version")
     parser.add_argument("--seeds", default="1,2,3", help="with commas")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="that of the recipe by default")
-    parser.add_argument("--eval-tokens", type=int, help="tokens of the validation text that are read (all)")
+    parser.add_argument("--eval-tokens", type=positive, help="tokens of the validation text that are read (all)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="VERSION")
     parser.add_argument("--results", type=Path, default=RESULTS / "penn-treebank-parts.json", metavar="FILE")
     args = parser.parse_args()
     try:
         seeds = [int(seed) for seed in args.seeds.split(",")]
         corpus = Corpus.open(args.corpus)
+        if args.out.exists() and not args.out.is_dir():
+            raise UserError(f"{args.out} is not a folder; choose another --out")
     except (UserError, ValueError) as error:
         parser.error(str(error))
     setting = {
