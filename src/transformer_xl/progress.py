@@ -5,9 +5,11 @@ All output is on standard error, so that results on standard output can be piped
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Self
 
@@ -28,6 +30,17 @@ def note(text: str, print_line: Callable[[str], None] = say) -> None:
         print_line: prints it; by default on standard error.
     """
     print_line(f"{NOTE}{text}")
+
+
+@contextmanager
+def without_library_warnings() -> Iterator[None]:
+    """Silence the logged warnings of libraries, such as those of torchao when it is imported."""
+    level = logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 class ProgressBar:

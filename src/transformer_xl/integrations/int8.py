@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,6 +11,7 @@ from torch import nn
 from transformer_xl.config import UserError
 from transformer_xl.model.linear import Int8Linear
 from transformer_xl.model.precision import AnyModel
+from transformer_xl.progress import without_library_warnings
 from transformer_xl.run_folder import Run, check_run
 
 
@@ -38,11 +38,8 @@ def to_int8(run: Run) -> Run:
 
 def with_int8_weights(model: AnyModel) -> AnyModel:
     """Return a copy of a model for evaluation, whose linear layers have 8-bit weights, with a scale for each row."""
-    logging.disable(logging.WARNING)  # torchao warns of each of its libraries for other processors
-    try:
+    with without_library_warnings():  # torchao warns of each of its libraries for other processors
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    finally:
-        logging.disable(logging.NOTSET)
     result = copy.deepcopy(model)
     for parent in list(result.modules()):
         for name, child in parent.named_children():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from transformer_xl.config import LoraConfig, UserError, nearest
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.progress import without_library_warnings
 
 ADAPTER_FILE, PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """Names of the files of an adapter, which are peft's."""
@@ -50,7 +51,9 @@ def check_lora(model: LanguageModel, lora: LoraConfig) -> None:
     """
     known = lora_targets(model)
     if not known:
-        raise UserError(f"a model of {model.config.architecture} has no linear layers that LoRA adapts; fine-tune all")
+        raise UserError(
+            f"a model of {model.config.architecture} has no linear layers that LoRA adapts; leave out lora_rank"
+        )
     for target in lora.targets:
         if target not in known:
             raise UserError(f"no linear layer '{target}' to adapt{nearest(target, known)}; known: {', '.join(known)}")
@@ -68,23 +71,20 @@ def add_lora(model: LanguageModel, lora: LoraConfig) -> None:
     Raises:
         UserError: peft is not installed, or for the reasons of `check_lora`.
     """
-    require_peft()
+    peft = _peft()
     check_lora(model, lora)
-    from peft import inject_adapter_in_model
-
     holder = nn.Module()  # peft would read the model's config as one of transformers
     holder.layers = model.layers
     model.requires_grad_(False)
-    inject_adapter_in_model(_peft_config(lora), holder, adapter_name=_NAME)
+    peft.inject_adapter_in_model(_peft_config(lora), holder, adapter_name=_NAME)
 
 
 def merge_lora(model: LanguageModel) -> None:
     """Add the adapter to the weights it belongs to and remove it; all weights are trainable afterwards."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    layer = _peft().tuners.tuners_utils.BaseTunerLayer
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, BaseTunerLayer):
+            if isinstance(child, layer):
                 child.merge()
                 setattr(module, name, child.get_base_layer())
     model.requires_grad_(True)
@@ -109,7 +109,6 @@ def peft_config_text(lora: LoraConfig) -> str:
     Raises:
         UserError: peft is not installed.
     """
-    require_peft()
     values = _peft_config(lora).to_dict()
     return json.dumps(values, indent=2, sort_keys=True, default=sorted) + "\n"  # peft has names in sets
 
@@ -124,16 +123,26 @@ def refuse_pickled_adapter(folder: Path) -> None:
         raise UserError(f"{folder / 'adapter_model.bin'} is a pickle, which is never read; save it as {ADAPTER_FILE}")
 
 
+def _peft() -> Any:
+    """Import peft.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    require_peft()
+    with without_library_warnings():  # it imports transformers, which imports torchao
+        import peft.tuners.tuners_utils
+    return peft
+
+
 def _linear_layers(model: LanguageModel) -> list[tuple[str, nn.Linear]]:
     modules = model.layers.named_modules()
     return [(f"layers.{name}", module) for name, module in modules if isinstance(module, nn.Linear)]
 
 
 def _peft_config(lora: LoraConfig) -> Any:
-    import peft
-
     alpha = lora.alpha
-    return peft.LoraConfig(
+    return _peft().LoraConfig(
         r=lora.rank,
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # pyrefly: ignore[bad-argument-type]
         lora_dropout=lora.dropout,
