@@ -325,7 +325,7 @@ class RunFolder:
             step, loss = int(metadata.get("step", 0)), None if nats is None else float(nats)
             entry = metadata.get("memory_lengths")
             lengths = None if entry is None else check_settings(MemoryLengths, json.loads(entry), str(file))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(DAMAGED.format(file, error)) from None
         return SavedWeights("best", file, step, loss, is_validated=loss is not None, memory_lengths=lengths)
 
@@ -542,7 +542,7 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
     Those of a model with an adapter are the adapter's. Names and shapes are compared before anything is allocated.
 
     Raises:
-        UserError: the file is damaged, or its weights are of another model.
+        UserError: the file is damaged, its weights are of another model, or those of an adapter are not finite.
     """
     names, state = state_names(model), model.state_dict()
     expected = {(saved, tuple(state[name].shape)) for saved, name in names.items()}
@@ -551,6 +551,11 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
         name, _ = min(mismatched)
         raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")
     tensors, _ = load_tensors(file)
+    for saved, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise UserError(f"{file} has weights of {tensor.dtype} (at {saved}); expected floating point")
+        if file.name == ADAPTER_FILE and not tensor.isfinite().all():
+            raise UserError(f"{file} has weights that are not finite (at {saved}); train the adapter anew")
     return {name: tensors[saved] for saved, name in names.items()}
 
 

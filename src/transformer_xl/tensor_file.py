@@ -76,6 +76,8 @@ def check_exists(path: Path) -> None:
     with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path} is missing; {_ADVICE}")
+        if not path.is_file():
+            raise UserError(f"{path} is not a file; {_ADVICE}")
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -124,7 +126,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except UserError:
         raise
-    except (SafetensorError, OSError, ValueError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(DAMAGED.format(path, f"not a complete safetensors file: {error}")) from None
 
 

@@ -6,7 +6,9 @@ Shape suffixes: B batch rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from transformer_xl.model.lora import merge_lora
 from transformer_xl.run_folder import Run, RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
 
+_HEADER = json.dumps({"__metadata__": {"transformer_xl": "[" * 50_000}}).encode()
+NESTED = len(_HEADER).to_bytes(8, "little") + _HEADER
+"""A safetensors file whose metadata is nested too deeply for a JSON parser."""
 IDS_BT = torch.tensor([[97, 98, 99, 97, 98], [99, 97, 98, 99, 97]])
 
 
@@ -228,7 +233,7 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
         ({"rank": 2000}, r"rank.*1024"),
         ({"rank": 11}, r"lora-rank 11 is above the smaller side of layers.0.attention.q_proj \(10 x 14\); give 10"),
         ({"rank": 4}, "does not fit the settings"),
-        ({"alpha": float("inf")}, "alpha"),
+        ({"alpha": 1e308}, "alpha"),
         ({"targets": ["embedding"]}, "no linear layer 'embedding' to adapt; known: q_proj"),
         ({"targets": ["q_proj"]}, "does not fit the settings"),
         ({"base": "https://huggingface.co/someone/model"}, "which is no run here"),
@@ -240,6 +245,10 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
         ),
         ({"tensors": {"another": torch.zeros(1)}}, "does not fit the settings"),
         ({"bytes": b"no header"}, "not a complete safetensors file"),
+        ({"bytes": NESTED}, "not a complete safetensors file"),
+        ({"pipe": True}, "is not a file"),
+        ({"values": torch.nan}, r"weights that are not finite \(at .*lora_A"),
+        ({"dtype": torch.complex64}, r"weights of torch.complex64 \(at .*lora_A"),
     ],
 )
 def test_hostile_folder_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -254,6 +263,15 @@ def test_hostile_folder_is_refused(change: dict[str, Any], message: str, tmp_pat
             save_tensors(file, weights | tensors, metadata)
         case {"bytes": content}:
             file.write_bytes(content)
+        case {"pipe": True}:
+            file.unlink()
+            os.mkfifo(file)
+        case {"values": value}:
+            weights, metadata = load_tensors(file)
+            save_tensors(file, {name: tensor.fill_(value) for name, tensor in weights.items()}, metadata)
+        case {"dtype": dtype}:
+            weights, metadata = load_tensors(file)
+            save_tensors(file, {name: tensor.to(dtype) for name, tensor in weights.items()}, metadata)
         case _:
             if "base" in change:
                 shutil.move(tmp_path / "base", tmp_path / "elsewhere")
@@ -288,6 +306,7 @@ def test_folder_of_peft_without_a_checksum_is_refused(tmp_path: Path) -> None:
         ({"lora_targets": "q_proj"}, r"give a list of names such as \['q_proj', 'v_proj'\]"),
         ({"lora_rank": None, "lora_alpha": 4.0}, "lora_alpha has no effect without lora_rank"),
         ({"freeze": ["layers.*"]}, "leaves no parameter to train"),
+        ({"freeze": ["embedding.*"]}, r"freeze 'embedding.\*' matches no parameter; .* layers.0\*, layers.1\*"),
     ],
 )
 def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -306,6 +325,17 @@ def test_base_must_be_whole_and_have_linear_layers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a model of lstm has no linear layers that LoRA adapts"):
         finetune(lstm, corpus, tmp_path / "no", lora_rank=2, **OPTIONS)
     assert not (tmp_path / "no").exists()
+
+
+def test_libraries_print_nothing(tmp_path: Path) -> None:
+    """torchao, which peft imports, warns of each of its libraries for other processors."""
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    words = ["finetune", base, "--corpus", corpus.path, "--run", tmp_path / "tuned", "--lora-rank", "2"]
+    command = [sys.executable, "-m", "transformer_xl", *map(str, words), "--train.max-steps", "2", "--device", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Failed to load" not in result.stderr
+    assert "pytree" not in result.stderr
 
 
 def test_missing_peft_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

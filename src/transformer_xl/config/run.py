@@ -46,7 +46,7 @@ class LoraConfig(Settings):
 
     rank: int = Field(ge=1, le=1024)
     """Number of rows of A and of columns of B; at most the smaller side of each W."""
-    alpha: float = Field(gt=0, allow_inf_nan=False)
+    alpha: float = Field(gt=0, le=1e6)
     """The product B A is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability that dropout zeroes an input of A."""
