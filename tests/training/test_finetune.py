@@ -44,6 +44,24 @@ def test_weights_begin_as_those_of_the_base_and_losses_are_those_of_evaluate(arc
     assert result.losses[0].after < result.losses[0].before
 
 
+def test_settings_of_the_model_that_change_what_its_weights_mean_are_refused(tmp_path: Path) -> None:
+    """Although the weights have the same shapes."""
+    base, corpus = word_runs(tmp_path, cutoffs=(4, 7), n_heads=2, learned_attention_biases=False)
+    for model in ({"cutoffs": (3, 7)}, {"n_heads": 4}, {"d_head": MODEL["d_model"]}):
+        with pytest.raises(UserError, match=f"model.{next(iter(model))} .* is not that of the weights"):
+            finetune(base, corpus, tmp_path / "tuned", model=model, replace_tokenizer=True, train=SHORT, **OPTIONS)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    evaluation = {"memory_length": 3, "segment_length": 4, "softmax_temperature": 1.5}
+    result = finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **OPTIONS)
+    for loss, text in zip(result.losses, (corpus, Corpus.open(tmp_path / "old")), strict=True):
+        expected = evaluate(load(base, device="cpu"), text.split("valid"), **evaluation)
+        assert loss.before == expected.nats_per_token
+
+
 def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     options = {"train": {**SHORT, "optimizer": "muon"}, "layer_rate_decay": 0.5, "freeze": ["embedding.*"], **OPTIONS}
@@ -175,9 +193,12 @@ def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None
         ({"layer_rate_decay": 0}, "layer_rate_decay"),
         ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
         ({"model": {"architecture": "lstm"}}, "is a transformer-xl, and fine-tuning cannot make it a lstm"),
-        ({"model": {"n_layers": 3}}, r"model.n_layers would change the weights \(layers.2"),
-        ({"model": {"n_layers": 1}}, r"model.n_layers would leave out weights \(layers.1"),
-        ({"model": {"qk_norm": True, "d_ff": 20}}, "would change the weights"),
+        (
+            {"model": {"n_layers": 3}},
+            r"model.n_layers 3 is not that of the weights .* \(2\); leave it out. Only .* dropout",
+        ),
+        ({"model": {"qk_norm": True}}, "model.qk_norm True is not that of the weights"),
+        ({"model": {"norm_first": True, "final_norm": False}}, "model.norm_first True is not that"),  # equal shapes
         ({"train": {"batch_size": 99}}, "too short|tokens"),
         ({"checkpoint": "newest"}, "no checkpoint 'newest'"),
     ],
@@ -207,7 +228,7 @@ def test_run_killed_before_its_first_checkpoint_does_not_resume_from_random_weig
     result = finetune(make_base(tmp_path), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
     folder = RunFolder.open(result.path)
     RunFolder.create(tmp_path / "killed", folder.config, folder.tokenizer)
-    with pytest.raises(UserError, match="contains no checkpoint"):
+    with pytest.raises(UserError, match=r"contains no checkpoint; .* remove the folder and fine-tune anew"):
         resume(tmp_path / "killed", **OPTIONS)
 
 

@@ -187,10 +187,11 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
     with world.raise_together():
         path = folder.latest_checkpoint()
         if path is None:
-            raise UserError(
-                f"{folder.path / 'checkpoints'} contains no checkpoint; start a new run with 'txl train --run DIR' "
-                "(the weights of a converted or saved run are trained further by 'txl finetune')"
-            )
+            advice = "start a new run with 'txl train --run DIR' (the weights of a converted or saved run are trained "
+            advice += "further by 'txl finetune')"
+            if folder.config.finetune is not None and not (folder.path / folder.weights_name).exists():
+                advice = "it was stopped before the first one: remove the folder and fine-tune anew"
+            raise UserError(f"{folder.path / 'checkpoints'} contains no checkpoint; {advice}")
         record = CheckpointRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
         trainer.state = check_settings(TrainerState, record.state, str(path / "training.json"))

@@ -67,6 +67,23 @@ _SCHEDULE = {
     "checkpoint_interval": 250,
 }
 _EVAL_TOKENS = 65_536
+# Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
+_CHANGEABLE = (
+    "dropout",
+    "embedding_dropout",
+    "input_dropout",
+    "output_dropout",
+    "attention_dropout",
+    "qkv_dropout",
+    "variational_dropout",
+    "zoneout",
+    "activation_penalty",
+    "temporal_activation_penalty",
+    "attention_window",
+    "clamp_length",
+    "attend_empty_memory",
+    "attn_implementation",
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +158,7 @@ def finetune(
         lora_dropout: probability that dropout zeroes an input of the adapter; None means 0.
         lora_targets: names of the linear layers that are adapted, such as ["q_proj", "v_proj"]; empty: all.
         checkpoint: the base's weights with the lowest validation loss (best), or those of its newest checkpoint (last).
-        model: settings of the model to change, which may not change its weights, such as {"dropout": 0.1}.
+        model: settings of the model to change, such as {"dropout": 0.1}; its weights may not depend on them.
         train: settings of training to change, such as {"max_steps": 500, "memory_length": 256}.
         evaluation: settings of evaluation to change.
         device: as for `train`.
@@ -152,7 +169,8 @@ def finetune(
 
     Returns:
         The result; `.run` is the trained model, and `.losses` says what was gained on the new text and lost on the
-        base's. These are measured on the first 65,536 tokens of the test text (validation text if there is none).
+        base's. Both are measured with the settings and memory length of the new run, on the first 65,536 tokens of the
+        test text (validation text if there is none).
 
     Raises:
         UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, a setting of
@@ -240,7 +258,7 @@ def _lora(
         "rank": rank,
         "alpha": 2.0 * max(rank, 1) if alpha is None else alpha,
         "dropout": dropout or 0.0,
-        "targets": tuple(targets) or tuple(lora_targets(base.model)) or ("none",),
+        "targets": tuple(dict.fromkeys(targets)) or tuple(lora_targets(base.model)) or ("none",),
     }
     check_lora(base.model, check_settings(LoraConfig, values, "lora"))
     return values
@@ -271,7 +289,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
     """Return the settings that fine-tuning starts from.
 
     Raises:
-        UserError: `overrides` would change the weights.
+        UserError: `overrides` would change the weights or what they mean.
     """
     config, vocab_size = base.config, corpus.tokenizer.vocab_size
     if "architecture" in overrides and overrides["architecture"] != config.model.architecture:
@@ -287,16 +305,14 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
     settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": None}
     start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
     changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
-    shapes = []
-    for one in (start, changed):
-        with torch.device("meta"):
-            shapes.append({name: tensor.shape for name, tensor in build_model(one.model).state_dict().items()})
-    if different := sorted(name for name, shape in shapes[1].items() if shapes[0].get(name) != shape):
-        names = ", ".join(f"model.{name}" for name in overrides)
-        raise UserError(f"{names} would change the weights ({different[0]}) that fine-tuning begins with; leave it out")
-    if missing := sorted(shapes[0].keys() - shapes[1].keys()):
-        names = ", ".join(f"model.{name}" for name in overrides)
-        raise UserError(f"{names} would leave out weights ({missing[0]}) that the run has; leave it out")
+    values = changed.model.model_dump()
+    for name, value in start.model.model_dump().items():
+        if values[name] != value and name not in _CHANGEABLE:
+            free = ", ".join(setting for setting in _CHANGEABLE if setting in values)
+            raise UserError(
+                f"model.{name} {values[name]} is not that of the weights that fine-tuning begins with ({value}); leave "
+                f"it out. Only these settings of the model may change: {free}"
+            )
     return start
 
 
@@ -351,12 +367,12 @@ def _losses(
     base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
 ) -> tuple[TextLoss, ...]:
     """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
-    start = base
+    model = base.model
     if old_of_V is not None:
-        model = build_model(tuned.config.model).eval()
+        model = build_model(tuned.config.model)
         model.load_state_dict(dict(_first_weights(base.model, old_of_V, tuned.config, corpus)))
-        start = replace(tuned, model=model, weights=None)
-    start = replace(start, model=start.model.to(next(tuned.model.parameters()).device).eval())
+    # with the settings and the memory length of the new run, so that the weights alone differ
+    start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
     texts = [("new", corpus)]
     unknown = "what was lost on the base's own text is unknown"
     if base.config.corpus is None:

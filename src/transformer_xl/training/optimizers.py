@@ -85,9 +85,9 @@ def freeze_parameters(model: LanguageModel, patterns: Sequence[str]) -> None:
     """Leave out of training the parameters whose names match one of the patterns, such as `layers.0.*`.
 
     Raises:
-        UserError: a pattern matches no parameter, or nothing is left to train.
+        UserError: a pattern matches no parameter that is trained, or nothing is left to train.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for pattern in patterns:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
