@@ -1,7 +1,7 @@
 """Compares fine-tuning a run on another text with training a new model on that text for the same time.
 
     python benchmarks/finetuning.py --base RUN --corpus DIR [--seconds 60,300,900] [--seeds 1,2,3]
-        [--arms fine-tuned,new] [--out FILE]
+        [--arms fine-tuned,new] [--replace-tokenizer] [--out FILE]
 
 First the duration of a step is measured: the median of two trainings of 15 seconds; nothing else may run then. Then
 both train for the number of steps that take `--seconds`, with the learning rate of the base and a tenth of the steps of
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from implementations.competitor_ours import Clock
 
 from transformer_xl import Callback, Corpus, evaluate, finetune, load, train
@@ -59,7 +59,8 @@ def fit(arm: str, steps: int, seed: int, args: argparse.Namespace, callbacks: li
         if arm == "new":
             run = train(base.recipe, args.corpus, path, train=settings, callbacks=callbacks, progress=False).run
         else:
-            result = finetune(args.base, args.corpus, path, train=settings, callbacks=callbacks, progress=False)
+            options = {"replace_tokenizer": args.replace_tokenizer, "callbacks": callbacks, "progress": False}
+            result = finetune(args.base, args.corpus, path, train=settings, **options)
             run = result.run
             losses = {f"{one.text}_{when}": getattr(one, when) for one in result.losses for when in ("before", "after")}
         if not callbacks:
@@ -85,11 +86,12 @@ def main() -> None:
     """Measure, and write the results to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, required=True, help="a run that was trained with a recipe")
-    parser.add_argument("--corpus", type=Path, required=True, help="prepared with the base's tokenizer")
+    parser.add_argument("--corpus", type=Path, required=True, help="prepared with the base's tokenizer (or another)")
     parser.add_argument("--seconds", default="60,300,900")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--replace-tokenizer", action="store_true", help="the corpus has a vocabulary of its own")
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=results_file("finetuning"))
     args = parser.parse_args()
     try:
