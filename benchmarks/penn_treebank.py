@@ -1,11 +1,14 @@
 """What each part of the regularised Penn Treebank model is worth: a small version of the recipe without one part each.
 
-    python benchmarks/penn_treebank.py --corpus corpora/ptb --out runs/ptb-parts --steps 6000 [--seeds 1,2,3]
-        [--learning-rate 3e-4] [--eval-tokens 32768] [--parts "no L2 regularization"] [--results FILE]
+    python benchmarks/penn_treebank.py --corpus corpora/ptb --out runs/ptb-parts [--steps 1200] [--seeds 1,2,3]
+        [--learning-rate 1e-3] [--eval-tokens 32768] [--parts "no L2 regularization"] [--results FILE]
 
-Every version is an ordinary run in a folder of its own, with the same number of steps. Runs that are done are not
-trained again, and a stopped one is resumed. The table has the lowest perplexity of the validation text: the mean over
-the seeds, and that of each. The results are added to a JSON file after each training.
+The small version has two layers of 152, half the recipe's dropout rates (a narrow model keeps too little of its input
+with the recipe's), a higher learning rate, and warm-up for a tenth of the steps. Every version is an ordinary run in a
+folder of its own, with the same number of steps. Runs that are done are not trained again, and a stopped one is
+resumed. The table has the lowest perplexity of the validation text: the mean over the seeds, and that of each. A model
+whose perplexity is that of the words' frequencies has learned nothing from context, and says nothing about a part; the
+results have that too. They are added to a JSON file after each training.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, write
 
@@ -25,16 +29,27 @@ from transformer_xl.config import UserError
 
 Groups = dict[str, dict[str, Any]]
 
-SMALL: Groups = {"model": {"n_layers": 4, "d_model": 190, "n_heads": 5, "d_ff": 450}, "train": {}}
-# of the recipe's steps: warm-up, and the start of the average
-_WARMUP, _AVERAGE_START = 3000 / 240_100, 171_500 / 240_100
+SMALL = {
+    "n_layers": 2,
+    "d_model": 152,
+    "n_heads": 4,
+    "d_ff": 360,
+    "dropout": 0.1,
+    "embedding_dropout": 0.1,
+    "input_dropout": 0.3,
+    "output_dropout": 0.25,
+    "attention_dropout": 0.1,
+    "qkv_dropout": 0.1,
+}
+"""Settings of the small model that are not the recipe's."""
+_AVERAGE_START = 171_500 / 240_100  # of the recipe's steps
 
 PARTS: dict[str, Groups] = {
     "all parts": {},
     "no vocabulary dropout": {"model": {"embedding_dropout": 0.0}},
     "a mask for each token": {"model": {"variational_dropout": False}},
-    "input dropout 0.2": {"model": {"input_dropout": None}},
-    "output dropout 0.2": {"model": {"output_dropout": None}},
+    "input dropout 0.1": {"model": {"input_dropout": None}},
+    "output dropout 0.1": {"model": {"output_dropout": None}},
     "no dropout of queries, keys and values": {"model": {"qkv_dropout": 0.0}},
     "no dropout of probabilities": {"model": {"attention_dropout": 0.0}},
     "no penalties": {"model": {"activation_penalty": 0.0, "temporal_activation_penalty": 0.0}},
@@ -70,6 +85,14 @@ def best_perplexity(corpus: Path, path: Path, changes: Groups, base: Groups) -> 
     return math.exp(nats)
 
 
+def perplexity_of_frequencies(corpus: Corpus, eval_tokens: int | None) -> float:
+    """Return the perplexity of the validation text by the frequencies of words in the training text, one added to each
+    count."""
+    counts_V = np.bincount(corpus.split("train").tokens[:], minlength=corpus.tokenizer.vocab_size) + 1
+    ids = corpus.split("valid").tokens[:eval_tokens]
+    return math.exp(-np.log(counts_V / counts_V.sum())[ids].mean())
+
+
 def print_table(trainings: list[dict[str, Any]]) -> None:
     """Print the mean perplexity of each version over its seeds, that of each seed, and what the part is worth."""
     perplexities: dict[str, dict[int, float]] = {}
@@ -90,9 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="folder of the corpus, made with --tokenizer word")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--steps", type=positive, default=6000, help="steps of each version")
+    parser.add_argument("--steps", type=positive, default=1200, help="steps of each version")
     parser.add_argument("--seeds", default="1,2,3", help="with commas")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="that of the recipe by default")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--eval-tokens", type=positive, help="tokens of the validation text that are read (all)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="VERSION")
     parser.add_argument("--results", type=Path, default=RESULTS / "penn-treebank-parts.json", metavar="FILE")
@@ -109,6 +132,7 @@ def main() -> None:
         "steps": args.steps,
         "learning_rate": args.learning_rate,
         "eval_tokens": args.eval_tokens,
+        "perplexity_of_frequencies": round(perplexity_of_frequencies(corpus, args.eval_tokens), 3),
     }
     earlier = json.loads(args.results.read_text()) if args.results.exists() else setting
     if different := [name for name, value in setting.items() if earlier[name] != value]:
@@ -116,7 +140,7 @@ def main() -> None:
     trainings: list[dict[str, Any]] = earlier.get("trainings", [])
     schedule = {
         "max_steps": args.steps,
-        "warmup_steps": max(1, round(_WARMUP * args.steps)),
+        "warmup_steps": max(1, args.steps // 10),
         "average_start_step": round(_AVERAGE_START * args.steps),
         "average_learning_rate": args.learning_rate / 6,  # as in the recipe
         "learning_rate": args.learning_rate,
@@ -130,7 +154,8 @@ def main() -> None:
             if any((one["version"], one["seed"]) == (name, seed) for one in trainings):
                 continue
             path = args.out / f"{name.replace(',', '').replace(' ', '-')}-seed{seed}"
-            perplexity = best_perplexity(args.corpus, path, PARTS[name], SMALL | {"train": schedule | {"seed": seed}})
+            base = {"model": SMALL, "train": schedule | {"seed": seed}}
+            perplexity = best_perplexity(args.corpus, path, PARTS[name], base)
             trainings.append(
                 {
                     "version": name,
@@ -151,6 +176,7 @@ def main() -> None:
                 },
                 args.results,
             )
+    print(f"frequencies of words alone: {setting['perplexity_of_frequencies']}")
     print_table(trainings)
 
 

@@ -144,7 +144,7 @@ def _peft_config(lora: LoraConfig) -> Any:
     alpha = lora.alpha
     return _peft().LoraConfig(
         r=lora.rank,
-        lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # pyrefly: ignore[bad-argument-type]
+        lora_alpha=int(alpha) if alpha.is_integer() else alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
