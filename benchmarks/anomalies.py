@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from service_log import ANOMALY_SEED, KINDS, LogLine, as_bytes, service_log, with_anomalies
 
 from transformer_xl import Run, SurprisalStream, load, prepare, score, train
@@ -148,11 +148,11 @@ def trained(max_steps: int, num_lines: int, folder: Path) -> Run:
 def main() -> None:
     """Train or load a run, score the logs with all systems, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-steps", type=int, default=1200)
-    parser.add_argument("--train-lines", type=int, default=60_000)
-    parser.add_argument("--lines", type=int, default=20_000)
+    parser.add_argument("--max-steps", type=positive, default=1200)
+    parser.add_argument("--train-lines", type=positive, default=60_000)
+    parser.add_argument("--lines", type=positive, default=20_000)
     parser.add_argument("--run", type=Path, help="a run trained before, instead of training one")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--out", type=Path, default=results_file("anomalies"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

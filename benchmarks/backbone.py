@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
@@ -181,8 +181,8 @@ def measured(systems: Systems, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a line for each system, and write the results to a file."""
     parser = argparse.ArgumentParser(description="Compares the time of a step of Backbone with recurrent networks.")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"sizes to compare ({','.join(SIZES)})")
     parser.add_argument("--out", type=Path, default=results_file("backbone"))
     args = parser.parse_args()

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from attention_cases import Shape, draw, in_float64
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -74,8 +74,8 @@ def main() -> None:
     """Measure, print the results and write them to a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import RESULTS, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import RESULTS, commit, cpu_features, cpu_model, positive, say, warn_if_busy, write
 from implementations.competitor import Assignment
 from training import PEERS
 
@@ -388,17 +388,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
     parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
-    parser.add_argument("--best", type=int, help="train only the best N choices of a shorter time in the file")
+    parser.add_argument("--best", type=positive, help="train only the best N choices of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side (1); steps are measured alone")
-    parser.add_argument("--rounds", type=int, default=3, help="in which the steps are measured (3)")
+    parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
+    parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")
-    parser.add_argument("--valid-tokens", type=int, default=65_536, help="tokens that choices are made by (65,536)")
-    parser.add_argument("--test-tokens", type=int, default=131_072, help="tokens of the results (131,072)")
+    parser.add_argument(
+        "--valid-tokens", type=positive, default=65_536, help="tokens that choices are made by (65,536)"
+    )
+    parser.add_argument("--test-tokens", type=positive, default=131_072, help="tokens of the results (131,072)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of matrix products")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of all trainings (default: cores)")
+    parser.add_argument(
+        "--threads", type=positive, default=os.cpu_count(), help="threads of all trainings (default: cores)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
     if args.out is None:

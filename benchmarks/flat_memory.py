@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from environment import RESULTS, command, commit, cpu_model, results_file, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_model, positive, results_file, say, warn_if_busy, write
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -83,9 +83,9 @@ def chart(results: dict[str, Any]) -> Figure:
 def main() -> None:
     """Measure, write the results to a file, and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-tokens", type=int, default=10_000_000)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-tokens", type=positive, default=10_000_000)
+    parser.add_argument("--batch-size", type=positive, default=1)
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=results_file("flat-memory"))
     parser.add_argument("--chart", type=Path, default=RESULTS.parents[1] / "docs" / "evaluation-memory.svg")
     args = parser.parse_args()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, warn_if_busy, write
 
 from transformer_xl import RunConfig, TrainConfig, TransformerXLConfig, build_model, generate
 from transformer_xl.integrations.huggingface import from_run
@@ -63,8 +63,8 @@ def callables(run: Run, batch_size: int, num_tokens: int) -> dict[str, Callable[
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="Generation by transformers on our model, and by our own generate.")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
     args = parser.parse_args()
     load = warn_if_busy()
     rows: list[dict[str, Any]] = []

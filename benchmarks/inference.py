@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from training import PEERS, RATES, SIZES, Entry, measure
 
 from transformer_xl.device import has_bfloat16
@@ -79,8 +79,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=Path, default=PEERS, help=f"Python with the other implementations (default {PEERS})"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: one for each core)")
+    parser.add_argument("--rounds", type=positive, default=5, help="default 5")
+    parser.add_argument(
+        "--threads", type=positive, default=os.cpu_count(), help="CPU threads (default: one for each core)"
+    )
     parser.add_argument("--out", type=Path, default=results_file("inference"))
     return parser.parse_args()
 

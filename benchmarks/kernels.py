@@ -29,8 +29,20 @@ from typing import Any
 
 import torch
 from attention_cases import Shape, check, check_dropout, draw, kept_bytes, times, wait
-from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    device_name,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 
+from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16, set_threads
 from transformer_xl.model.kernels import KERNELS, choose
 
@@ -160,14 +172,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kernels", help="names separated by commas; default: all that work")
     parser.add_argument("--dtypes", help="default: float32, and bfloat16 if the hardware has instructions for it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--batch-size", type=int, default=4, help="default 4")
-    parser.add_argument("--n-heads", type=int, default=8, help="default 8")
-    parser.add_argument("--d-head", type=int, default=64, help="default 64")
+    parser.add_argument("--batch-size", type=positive, default=4, help="default 4")
+    parser.add_argument("--n-heads", type=positive, default=8, help="default 8")
+    parser.add_argument("--d-head", type=positive, default=64, help="default 64")
     parser.add_argument("--lengths", default="64,128,256,512,1024", help="T = M of the timed shapes")
-    parser.add_argument("--memory-queries", type=int, default=512, help="T if only the keys grow (default 512)")
+    parser.add_argument("--memory-queries", type=positive, default=512, help="T if only the keys grow (default 512)")
     parser.add_argument("--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements, or none")
     parser.add_argument("--seconds", type=float, default=1.0, help="minimum time of one measurement (default 1)")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, default=results_file("kernels"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
@@ -175,10 +187,13 @@ def parsed() -> argparse.Namespace:
     sizes.dtypes = sizes.dtypes.split(",") if sizes.dtypes else ["float32", *(["bfloat16"] if both else [])]
     sizes.named = bool(sizes.kernels)
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device, "float32")
-    for name in sizes.kernels:
-        choose(name, torch.device(sizes.device), torch.float32)  # which loads the native operators
-    sizes.lengths = [int(length) for length in sizes.lengths.split(",")]
-    sizes.memory_keys = [int(keys) for keys in sizes.memory_keys.split(",") if keys != "none"]
+    try:
+        for name in sizes.kernels:
+            choose(name, torch.device(sizes.device), torch.float32)  # which loads the native operators
+        sizes.lengths = [positive(length) for length in sizes.lengths.split(",")]
+        sizes.memory_keys = [positive(keys) for keys in sizes.memory_keys.split(",") if keys != "none"]
+    except (UserError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
     return sizes
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from environment import RESULTS, command, commit, cpu_features, cpu_model, say, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, write
 from equal_time import ours_choice
 
 from transformer_xl import Corpus, EvaluationConfig, evaluate, train
@@ -107,8 +107,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizers", default="muon,adamw", help="muon,adamw")
     parser.add_argument("--rates", default="2.5e-3,5e-3,1e-2", help="learning rates (2.5e-3,5e-3,1e-2)")
     parser.add_argument("--seeds", default="1", help="default 1")
-    parser.add_argument("--eval-tokens", type=int, default=65_536, help="tokens of the loss (65,536)")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side (1)")
+    parser.add_argument("--eval-tokens", type=positive, default=65_536, help="tokens of the loss (65,536)")
+    parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1)")
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/learning-rates-CORPUS.json)")
     args = parser.parse_args()
     if args.out is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from torch import Tensor, nn
 
 from transformer_xl.model.linear import PackedLinear
@@ -34,7 +34,7 @@ def seconds(multiply: Callable[[], list[Tensor]]) -> float:
 def main() -> None:
     """Measure, print a line for each shape, and write the results to a file."""
     parser = argparse.ArgumentParser(description="Compares packed weights with torch's linear.")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", default="1,8,64,512", help="rows of the input (1,8,64,512)")
     parser.add_argument("--out", type=Path, default=results_file("linear"))
     args = parser.parse_args()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_model, positive, results_file, say, warn_if_busy, write
 
 from transformer_xl import TransformerXL, TransformerXLConfig
 from transformer_xl.generation.batch import BatchGenerator
@@ -48,7 +48,7 @@ def measure(num_tokens: int, memory_length: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the results and write them to a file."""
     parser = argparse.ArgumentParser(description="Speed of generation at the beginning and end of a long text.")
-    parser.add_argument("--max-new-tokens", type=int, default=20_000)
+    parser.add_argument("--max-new-tokens", type=positive, default=20_000)
     parser.add_argument("--memory-length", type=int, default=512)
     parser.add_argument("--out", type=Path, default=results_file("long-generation"))
     args = parser.parse_args()

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from environment import RESULTS, command, commit, cpu_model, say, write
+from environment import RESULTS, command, commit, cpu_model, positive, say, write
 
 from transformer_xl import __version__
 from transformer_xl.text.token_store import Corpus
@@ -262,9 +262,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, help="size of the text (default 100 for byte, 500 for word)")
     parser.add_argument("--distinct", action="store_true", help="new words in each repetition")
     parser.add_argument(
-        "--num-workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)"
+        "--num-workers", type=positive, default=os.cpu_count(), help="processes (default: one for each core)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--rounds", type=positive, default=5, help="default 5")
     parser.add_argument(
         "--older-share", type=float, default=0.1, help="fraction of the text that the older way processes (default 0.1)"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, write
 from torch import Tensor, nn
 
 from transformer_xl.config import UserError, run_settings
@@ -86,8 +86,8 @@ def main() -> None:
     """Count, print a table, and write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="enwik8-12l")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--segment-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=positive, default=4)
+    parser.add_argument("--segment-length", type=positive, default=512)
     parser.add_argument("--memory", type=int, default=512)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path)

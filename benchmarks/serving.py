@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 
 from transformer_xl.config import run_settings
 from transformer_xl.config.run import load_recipe, merge_recipe
@@ -255,12 +255,14 @@ def main() -> None:
     parser.add_argument("run", help="folder of a run, or name of a recipe")
     parser.add_argument("--clients", default="1,8,64")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a request, at most; at least half as many")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="at most; at least half as many")
+    parser.add_argument(
+        "--tokens", type=positive, default=128, help="tokens of a request, at most; at least half as many"
+    )
+    parser.add_argument("--prompt-tokens", type=positive, default=64, help="at most; at least half as many")
     parser.add_argument("--memory-length", type=int, help="of a run made from a recipe")
     parser.add_argument("--server", choices=["ours", "transformers"], default="ours")
     parser.add_argument("--option", action="append", default=[], help="a word for txl serve; may be repeated")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--drop", type=float, default=0.0, help="share of requests that are given up")
     parser.add_argument("--check", type=int, default=0, help="number of texts to compare with the same request alone")
     parser.add_argument("--out", type=Path, help="default: results/serving-RUN-SERVER-PROCESSOR.json")

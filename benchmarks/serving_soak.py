@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, write
 from serving import request, resident_bytes
 
 _TURNS = 3  # of a session
@@ -312,13 +312,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A server under load for long.")
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--texts", type=int, default=60, help="number of requests and sessions")
+    parser.add_argument("--clients", type=positive, default=16)
+    parser.add_argument("--texts", type=positive, default=60, help="number of requests and sessions")
     parser.add_argument("--drop", type=float, default=0.2, help="share of requests that are given up")
     parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument("--max-batch", type=int, default=12)
-    parser.add_argument("--session-bytes", type=int, default=2**26)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--max-batch", type=positive, default=12)
+    parser.add_argument("--session-bytes", type=positive, default=2**26)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=results_file("serving-soak"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

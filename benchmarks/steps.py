@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from attention_cases import wait
-from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, write
+from environment import command, commit, cpu_features, cpu_model, device_name, positive, results_file, say, write
 from trainee import Trainee
 
 from transformer_xl import __version__
@@ -142,13 +142,16 @@ def main() -> None:
         ("memory-length", 128),
         ("batch-size", 8),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+        kind = int if name == "memory-length" else positive
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
     parser.add_argument("--kernels", help="names separated by commas; default: all that work, slowest first")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of a kernel in one round (default 6)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument(
+        "--steps", type=positive, default=6, help="optimizer steps of a kernel in one round (default 6)"
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="default 5")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
+    parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, help="default: results/steps-SEGMENT_LENGTH-PROCESSOR.json")
     sizes = parser.parse_args()
     sizes.out = sizes.out or results_file(f"steps-{sizes.segment_length}")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from flat_memory import MIB, MODEL, PLAN, SETTLED, resident_bytes
 from service_log import as_bytes, service_log
 
@@ -78,10 +78,10 @@ def measure(run: Run, num_bytes: int, segment_length: int | None, *, num_latenci
 def main() -> None:
     """Measure, and write the results to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--num-bytes", type=int, default=10_000_000)
+    parser.add_argument("--num-bytes", type=positive, default=10_000_000)
     parser.add_argument("--run", type=Path)
-    parser.add_argument("--segment-length", type=int)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--segment-length", type=positive)
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=results_file("streams"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
+from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from implementations.competitor_ours import Clock
 from typing_extensions import override
 
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="enwik8-12l")
     parser.add_argument("--minutes", type=float, default=10.5)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--segment-length", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--batch-size", type=positive, default=4)
+    parser.add_argument("--segment-length", type=positive, default=512)
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=results_file("sustained-training"))
     args = parser.parse_args()
     if not args.corpus.is_dir():

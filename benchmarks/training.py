@@ -33,7 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, device_name, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    device_name,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 
 from transformer_xl.device import has_bfloat16
 
@@ -206,10 +217,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=Path, default=PEERS, help=f"Python with the other implementations (default {PEERS})"
     )
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps in each round (default 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--steps", type=positive, default=2, help="optimizer steps in each round (default 2)")
+    parser.add_argument("--rounds", type=positive, default=5, help="default 5")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: one for each core)")
+    parser.add_argument(
+        "--threads", type=positive, default=os.cpu_count(), help="CPU threads (default: one for each core)"
+    )
     parser.add_argument(
         "--tuned-malloc", action="store_true", help="let glibc keep large blocks, for every implementation"
     )
