@@ -190,7 +190,7 @@ struct Stretch {
     const int64_t memory = z.S - z.T, empty = z.valid ? memory - z.valid[b] : 0;
     last = memory + query;
     first = larger(larger(0, empty), last - (z.P + z.clamped) + 1);
-    if (z.first_key) first = larger(first, z.first_key[b * z.T + query]);
+    if (z.first_key && query < z.T) first = larger(first, z.first_key[b * z.T + query]);  // padding of a block has none
   }
   int64_t count() const { return larger(0, last - first + 1); }
 };
