@@ -249,30 +249,34 @@ def test_branches_of_a_memory_do_not_change_each_other(calls):
     assert len(calls) == 12
 
 
-@pytest.mark.parametrize("change", ["optimizer", "load_state_dict", "in place"])
+@pytest.mark.parametrize("change", ["optimizer", "load_state_dict", "in place", "data"])
 def test_changed_weights_are_used(change, calls):
     """Nothing of a layer's weights is kept from one token to the next (but a memory keeps its keys and values)."""
     models = make_pair()
     generator = torch.Generator().manual_seed(8)
     noise = {
         name: torch.randn(one.shape, generator=generator, dtype=one.dtype) / 5
-        for name, one in models[0].layers.named_parameters()
+        for name, one in models[0].named_parameters()
+        if name.startswith(("layers.", "content_bias", "position_bias"))
     }
 
     def alter(model: TransformerXL, step: int) -> None:
         if step != 4:
             return
         with torch.inference_mode(False), torch.no_grad():
-            named = dict(model.layers.named_parameters())
+            named = {name: one for name, one in model.named_parameters() if name in noise}
             if change == "optimizer":
                 for name, one in named.items():
                     one.grad = noise[name]
                 torch.optim.SGD(named.values(), lr=0.5).step()
             elif change == "load_state_dict":
-                model.layers.load_state_dict({name: one + noise[name] for name, one in named.items()})
-            else:
+                model.load_state_dict({name: one + noise[name] for name, one in named.items()}, strict=False)
+            elif change == "in place":
                 for name, one in named.items():
                     one.data += noise[name]
+            else:
+                for name, one in named.items():
+                    one.data = one.data + noise[name]
 
     results = []
     for model in models:

@@ -183,6 +183,11 @@ def test_built_library_is_used_until_it_is_altered_or_switched_off(
     assert facts["attn_implementation_auto"] == "native"
     (library,) = folder.glob("*.so")
     assert library.stat().st_mode & 0o077 == 0
+    # where oneDNN has no bfloat16 products, and throws an exception of its own
+    limited = subprocess.run(
+        [*command[:4], "--json"], env={**environment, "ONEDNN_MAX_CPU_ISA": "AVX2"}, capture_output=True, text=True
+    )
+    assert json.loads(limited.stdout)["machine"]["native_operators"].endswith("bfloat16 products in float32")
     calls.unlink()
     assert build.build() == "native operators were built before, by fake 1.0"
     assert not calls.exists()

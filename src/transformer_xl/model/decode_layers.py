@@ -53,11 +53,21 @@ class DecodableLayers:
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a model finds its own
 
-    def are_unchanged(self, weights_version: int) -> bool:
-        """Return whether all is as it was found, and the modules compute as their classes do in evaluation."""
+    def are_unchanged(self, weights_version: int, biases: Biases | None) -> bool:
+        """Return whether all is as it was found, and the modules compute as their classes do in evaluation.
+
+        Args:
+            weights_version: the number of the model's weights.
+            biases: those of the first layer. All are views, which keep the old numbers where a parameter's data were
+                replaced.
+        """
         return (
             weights_version == self.weights_version
+            and biases is not None
+            and self.biases[0].data_ptr() == biases.content_NH.data_ptr()
+            and self.biases[1].data_ptr() == biases.position_NH.data_ptr()
             and not any(map(_is_altered, self.modules))
+            and all(weight.is_contiguous() for weight in self.weights)
             and [weight.dtype for weight in self.weights] == self.dtypes
         )
 

@@ -130,7 +130,7 @@ class RelativeLayers(ModelWithMemory):
     def _decodable_layers(self, dtype: torch.dtype) -> DecodableLayers | None:
         """Return what the native operator for a single new token needs, or None where it cannot compute the layers."""
         found, number = self._decodable, self._weights_version.number  # of now: the memory was just checked
-        if found is None or not found.are_unchanged(number):
+        if found is None or not found.are_unchanged(number, next(iter(self.biases()))):
             found = self._decodable = find_decodable_layers(self.layers, self.biases(), number)
         return found if found is not None and found.accept(dtype) else None
 

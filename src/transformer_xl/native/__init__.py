@@ -56,11 +56,12 @@ def _load() -> NativeStatus:
         if record.library is None:
             return NativeStatus(None, f"the build failed ({record.failure}); to try again: {build.COMMAND}")
         torch.ops.load_library(str(build.library_path(record)))
-    except (UserError, OSError) as error:
+        operators = torch.ops.transformer_xl_native
+        description = operators.description()
+    except (UserError, OSError, RuntimeError) as error:
         return NativeStatus(None, f"not used: {error}")
-    operators = torch.ops.transformer_xl_native
     _register()
-    return NativeStatus(operators, operators.description())
+    return NativeStatus(operators, description)
 
 
 def operators() -> Any:
