@@ -76,7 +76,7 @@ def check_exists(path: Path) -> None:
     with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path} is missing; {_ADVICE}")
-        if not path.is_file():
+        if not path.is_file() and not path.is_dir():  # opening a pipe would wait; opening a folder says what it is
             raise UserError(f"{path} is not a file; {_ADVICE}")
 
 
