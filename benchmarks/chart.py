@@ -189,7 +189,7 @@ def serving_table(name: str, results: Results) -> str:
             f"| {row['clients']} | {row['tokens_per_second']:,.0f} | {row['share_of_bound']:.1%} | {first} | {whole} | "
             f"{row['requests']:,}{failed} | {row['resident_bytes_peak'] / 2**20:,.0f} |"
         )
-    kind = next(kind for kind in (*PROCESSOR_KINDS.values(), "") if name.endswith(kind))
+    kind = next(kind for kind in (*PROCESSOR_KINDS, "") if name.endswith(kind))
     words = {
         f"-{kind}": f" ({kind})",
         "-ours": ", this package",
@@ -320,7 +320,7 @@ def result_files(folder: Path, name: str) -> list[Path]:
             for path in folder.glob(f"{name}-*.json")
             if not path.stem.endswith("-peers") and "-soak-" not in path.stem
         )
-    return [path for kind in PROCESSOR_KINDS.values() if (path := folder / f"{name}-{kind}.json").is_file()]
+    return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 
 
 def section(name: str, results: list[Path], docs: Path) -> str:

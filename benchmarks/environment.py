@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PROCESSOR_KINDS = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
-"""Kinds of processors by their vector instructions, the widest first."""
+PROCESSOR_KINDS = ("amx", "avx512-bf16-zen5", "avx512-bf16", "avx512", "avx2")
+"""Kinds of processors by their vector instructions, the widest first. AMD's Zen 5 computes AVX512 in units of 512 bits,
+Zen 4 in two halves."""
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+_ZEN5_FAMILY = 26
 
 
 def commit() -> str:
@@ -27,26 +30,37 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor, as far as the system knows it."""
-    table = Path("/proc/cpuinfo")
-    names = [line for line in table.read_text().splitlines() if line.startswith("model name")] if table.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    """Return the name of the processor, as far as the system knows it, with AMD's generation from Zen 5 on."""
+    name = _cpu_field("model name") or platform.processor() or platform.machine()
+    return f"{name} (Zen 5)" if _is_zen5() else name
 
 
 def cpu_features() -> list[str]:
     """Return the processor's vector instructions that affect the speed of matrix products; empty if unknown."""
-    table = Path("/proc/cpuinfo")
-    lines = [line for line in table.read_text().splitlines() if line.startswith("flags")] if table.exists() else []
-    flags = set(lines[0].split()) if lines else set()
-    return [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if name in flags]
+    flags = set(_cpu_field("flags").split())
+    return [name for name in _FEATURES if name in flags]
 
 
 def processor_kind() -> str:
-    """Return the widest vector instructions: amx, avx512-bf16, avx512, avx2 or other.
+    """Return the kind of processor, one of `PROCESSOR_KINDS`, or other.
 
     It is part of the name of a file of results, so that those of another kind of processor stay.
     """
-    return next((kind for feature, kind in PROCESSOR_KINDS.items() if feature in cpu_features()), "other")
+    if _is_zen5():
+        return "avx512-bf16-zen5"
+    kinds = {"amx_bf16": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
+    return next((kind for feature, kind in kinds.items() if feature in cpu_features()), "other")
+
+
+def _is_zen5() -> bool:
+    return _cpu_field("vendor_id") == "AuthenticAMD" and int(_cpu_field("cpu family") or 0) >= _ZEN5_FAMILY
+
+
+def _cpu_field(name: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo, or an empty text."""
+    table = Path("/proc/cpuinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
 
 
 def results_file(name: str) -> Path:

@@ -107,6 +107,8 @@ class CheckpointRecord(Settings):
     """sha256 of each file in `training/`, by name."""
     attn_implementation: str | None = None
     """The attention kernel that training used; None for a model without one."""
+    matmul_library: Literal["blas", "onednn"] = "blas"
+    """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
     config: dict[str, Any] | None = None
     """The settings that training had, as in config.yaml."""
 

@@ -74,10 +74,16 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def _processor() -> str:
     """Return the processor's model name and its SIMD extensions that affect speed, as far as Linux reports them."""
+    found = processor_field("flags").split()
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in found]
+    return " ".join([processor_field("model name") or platform.processor(), *flags]).strip()
+
+
+def processor_field(name: str) -> str:
+    """Return a field of the last processor in /proc/cpuinfo, or an empty text where Linux does not report it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in fields.get("flags", "").split()]
-    return " ".join([fields.get("model name", platform.processor()), *flags]).strip()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return fields.get(name, "")
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """PackedLinear equals torch's Linear, never multiplies with earlier weights, and computes each row by itself.
 
-Only matrices of at least 512 x 512 are packed.
+Only matrices of at least 512 x 512 are packed. Where gradients are computed, products of both libraries are compared
+with float64.
 """
 
 import copy
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from transformer_xl.model.linear import PackedLinear, packs
+from transformer_xl.model import linear as linear_module
+from transformer_xl.model.cross_entropy import linear_cross_entropy
+from transformer_xl.model.linear import PackedLinear, fastest_matmul_library, linear, matmul_library, packs
 
 needs_packing = pytest.mark.skipif(not packs(torch.float32), reason="oneDNN packs no weights here")
 
@@ -26,7 +29,8 @@ def test_equals_torch_s_linear(shape, bias, dtype, tolerance):
     for _ in range(2):
         with torch.inference_mode():
             torch.testing.assert_close(linear(x), expected, rtol=0, atol=tolerance)
-    assert torch.equal(linear(x), expected)  # with gradients: the same function
+    with matmul_library("blas"):
+        assert torch.equal(linear(x), expected)  # with gradients: the same function
     assert linear(x).requires_grad
     with torch.no_grad():  # an input with gaps
         torch.testing.assert_close(linear(torch.stack([x, x], -1)[..., 0]), expected, rtol=0, atol=tolerance)
@@ -131,3 +135,80 @@ def test_packed_weights_stay_out_of_copies_files_and_training():
             assert torch.equal(other(x), expected)
     linear(x)  # with gradients: as in training, which needs the memory
     assert linear._packed is None
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(512, 67), (67, 512), (210, 190)])
+@pytest.mark.parametrize("shape", [(7, 11), (83,), (3, 5, 2), ()])
+def test_gradients_of_onednn_are_those_of_float64(
+    sizes: tuple[int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *, bias: bool
+) -> None:
+    calls = []
+    product = linear_module._product()
+    monkeypatch.setattr(linear_module, "_product", lambda: lambda *args: calls.append(1) or product(*args))
+    torch.manual_seed(1)
+    x, weight = torch.randn(*shape, sizes[0]), torch.randn(sizes[1], sizes[0])
+    tensors = [x, weight, *([torch.randn(sizes[1])] if bias else [])]
+    dout = torch.randn(*shape, sizes[1])
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    F.linear(*exact).backward(dout.double())
+    for strided in (False, True):  # inputs and gradients with gaps
+        used = [tensor.clone().requires_grad_() for tensor in tensors]
+        with matmul_library("onednn"):
+            out = linear(torch.stack([used[0], used[0]], -1)[..., 0] if strided else used[0], *used[1:])
+        torch.testing.assert_close(out.double(), F.linear(*exact), rtol=0, atol=2e-4)
+        out.backward(torch.stack([dout, dout], -1)[..., 0] if strided else dout)
+        for tensor, expected in zip(used, exact, strict=True):
+            torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=0, atol=2e-4)
+    assert len(calls) >= 4
+
+
+@needs_packing
+def test_onednn_computes_no_gradient_of_a_frozen_weight() -> None:
+    x, weight = torch.randn(5, 210, requires_grad=True), torch.randn(190, 210)
+    with matmul_library("onednn"):
+        linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(5, -1), rtol=1e-4, atol=1e-4)
+    assert weight.grad is None
+
+
+@needs_packing
+@pytest.mark.parametrize("max_logits", [2**22, 1000])
+def test_cross_entropy_is_the_same_with_both_libraries(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+    torch.manual_seed(1)
+    tensors, target = [torch.randn(23, 130), torch.randn(307, 130), torch.randn(307)], torch.randint(307, (23,))
+    results = []
+    for library in ("blas", "onednn"):
+        used = [tensor.clone().requires_grad_() for tensor in tensors]
+        with matmul_library(library):
+            losses = linear_cross_entropy(*used, target)
+        losses.sum().backward()
+        results.append([losses.detach(), *(tensor.grad for tensor in used)])
+    for blas, onednn in zip(*results, strict=True):
+        torch.testing.assert_close(onednn, blas, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [
+        ("AuthenticAMD", "26", "onednn"),
+        ("AuthenticAMD", "25", "blas"),
+        ("GenuineIntel", "26", "blas"),
+        ("", "", "blas"),
+    ],
+)
+def test_library_is_chosen_by_the_processor(
+    vendor: str, family: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"vendor_id": vendor, "cpu family": family}
+    monkeypatch.setattr(linear_module, "processor_field", fields.__getitem__)
+    monkeypatch.setattr(linear_module, "packs", lambda _: True)
+    assert fastest_matmul_library.__wrapped__() == expected
+
+
+def test_onednn_does_not_replace_torch_s_products_without_gradients() -> None:
+    x, weight = torch.randn(5, 210), torch.randn(190, 210, requires_grad=True)
+    with torch.no_grad(), matmul_library("onednn"):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from native_operators import needs_native
 from refusals import txl
 from tensors import assert_same_tensors
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
+from transformer_xl.model.linear import packs
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.trainer import Trainer
@@ -116,6 +118,31 @@ def test_run_is_resumed_with_the_kernel_it_began_with(
     assert trainer.attn_implementation == whole.attn_implementation == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole)
+
+
+@pytest.mark.skipif(not packs(torch.float32), reason="oneDNN packs no weights here")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("first", ["onednn", "blas"])
+def test_run_is_resumed_with_the_matmul_library_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, *, checkpointing: bool
+) -> None:
+    """Bit for bit, also on a processor where another library is faster."""
+    corpus, other = letters_corpus(tmp_path / "corpus", num_valid=0), {"onednn": "blas", "blas": "onednn"}[first]
+    model = {"d_model": 74, "n_heads": 2, "d_ff": 450}  # the smallest matrices that oneDNN takes
+    settings = {"model": model, "activation_checkpointing": checkpointing}
+    with monkeypatch.context() as patch:
+        patch.setattr("transformer_xl.training.step.fastest_matmul_library", lambda: first)
+        whole = start(tmp_path / "whole", corpus, **settings)
+        whole.run()
+        trainer = start(tmp_path / "run", corpus, **settings)
+        train_until(trainer, 9)
+        patch.setattr("transformer_xl.training.step.fastest_matmul_library", lambda: other)
+        different = start(tmp_path / "other", corpus, **settings)
+        different.run()
+        trainer = reopened(trainer)
+    assert trainer.matmul_library == whole.matmul_library == first
+    trainer.run()
+    assert nats_of(trainer) == nats_of(whole) != nats_of(different)
 
 
 @needs_native

@@ -82,6 +82,7 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
 
     from transformer_xl.device import available_devices, resolve_dtype
     from transformer_xl.model.kernels import KERNELS, choose
+    from transformer_xl.model.linear import fastest_matmul_library
     from transformer_xl.native import status
 
     device = device_options.choose()
@@ -93,6 +94,7 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
         "devices": available_devices(),
         "threads": torch.get_num_threads(),
         "dtype_auto": resolve_dtype(device, "auto"),
+        **({"training_matmul_library": fastest_matmul_library()} if device.type == "cpu" else {}),
         "native_operators": status().text,
         "attn_implementation_auto": choose("auto", device, torch.float32).name,
         "attn_implementations": [name for name, kernel in KERNELS.items() if kernel.fits(device, torch.float32)],
@@ -100,37 +102,42 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
 
 
 def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
-    """Return GFLOP/s of products by dtype and size: of torch's Linear, and on a CPU of oneDNN's packed weights too."""
+    """Return GFLOP/s of products by dtype and size: of torch's Linear, and on a CPU of those that the layers use too.
+
+    These are the products of training, and those with packed weights, where no gradients are computed.
+    """
     import torch
 
     from transformer_xl.device import has_bfloat16
     from transformer_xl.model.linear import PackedLinear
 
     device, speeds = device_options.choose(), dict[str, Any]()
-    classes = {"linear": torch.nn.Linear} | ({"packed": PackedLinear} if device.type == "cpu" else {})
+    ways: dict[str, tuple[type[torch.nn.Linear], bool]] = {"torch": (torch.nn.Linear, False)}
+    if device.type == "cpu":
+        ways |= {"training": (PackedLinear, True), "packed": (PackedLinear, False)}
     for dtype in [torch.float32, *([torch.bfloat16] if has_bfloat16(device) else [])]:
         for name, (rows, width_in, width_out) in _MEASURED.items():
             x_RI = torch.randn(rows, width_in, device=device, dtype=dtype)
             speeds[f"{str(dtype).removeprefix('torch.')}, {name}"] = found = dict[str, float]()
-            for way, layer_class in classes.items():
+            for way, (layer_class, with_gradients) in ways.items():
                 layer = layer_class(width_in, width_out, bias=False, device=device, dtype=dtype)
-                found[way] = round(2e-9 * rows * width_in * width_out / _seconds(layer, x_RI), 1)
+                with torch.set_grad_enabled(with_gradients):
+                    found[way] = round(2e-9 * rows * width_in * width_out / _seconds(layer, x_RI), 1)
     return speeds
 
 
 def _seconds(layer: torch.nn.Module, x_RI: torch.Tensor) -> float:
-    """Return the shortest time of the calls of a layer without gradients within a quarter of a second, at least two."""
+    """Return the shortest time of the calls of a layer within a quarter of a second, at least two."""
     import torch
 
     wait = torch.cuda.synchronize if x_RI.is_cuda else lambda: None
     times, end = list[float](), time.perf_counter() + 0.25
-    with torch.no_grad():
-        while len(times) < 2 or time.perf_counter() < end:
-            wait()
-            start = time.perf_counter()
-            layer(x_RI)
-            wait()
-            times.append(time.perf_counter() - start)
+    while len(times) < 2 or time.perf_counter() < end:
+        wait()
+        start = time.perf_counter()
+        layer(x_RI)
+        wait()
+        times.append(time.perf_counter() - start)
     return min(times)
 
 

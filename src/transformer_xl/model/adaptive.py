@@ -27,6 +27,7 @@ from typing_extensions import override
 from transformer_xl.config import BaseModelConfig
 from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
+from transformer_xl.model.linear import linear
 from transformer_xl.model.token_ids import assert_in_vocabulary
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
@@ -103,7 +104,7 @@ class AdaptiveEmbedding(_ClusterTables):
 
     def _projected(self, embedded_BTE: Tensor, index: int) -> Tensor:
         projection_DE = self.projection(index)
-        return embedded_BTE if projection_DE is None else F.linear(embedded_BTE, projection_DE)
+        return embedded_BTE if projection_DE is None else linear(embedded_BTE, projection_DE)
 
 
 def _projected_clusters(config: BaseModelConfig) -> list[int]:
@@ -238,9 +239,9 @@ class AdaptiveSoftmax(_ClusterTables):
         is_short = torch.compiler.is_exporting() or num_positions < width
         if index == 0 and self.num_tails and is_short:
             assert self.cluster_weight is not None
-            tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
-            return torch.cat([F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False)), tails_KV], -1)
-        return F.linear(hidden_KE, *self._cluster_weights(index))
+            tails_KV = linear(hidden_KE, self.cluster_weight, self.cluster_bias)
+            return torch.cat([linear(hidden_KE, *self._cluster_weights(0, with_tails=False)), tails_KV], -1)
+        return linear(hidden_KE, *self._cluster_weights(index))
 
     def _cluster_weights(self, index: int, *, with_tails: bool = True) -> tuple[Tensor, Tensor]:
         """Return the weights (V, E) and biases (V,) of a cluster's tokens; for the head, those of the tails follow."""

@@ -1,29 +1,129 @@
-"""A linear layer that multiplies with packed weights on a CPU where no gradients are computed.
+"""Linear layers on a CPU, multiplied by the library that is fastest there.
 
-oneDNN, torch's CPU library, packs a matrix once into the layout in which its products read it. `F.linear` on x86 gives
-float32 to MKL instead, and packs bfloat16 in each call; `benchmarks/linear.py` compares both. A row of a result
-does not depend on the other rows, nor on the number of threads. For training nothing is packed, as weights change in
-each step.
+torch has two libraries for float32 on x86: MKL, which `F.linear` calls, and oneDNN. `benchmarks/linear.py` compares
+both. bfloat16 is always oneDNN's.
+
+- With gradients, `linear` takes oneDNN on AMD processors from Zen 5 on, whose units of 512 bits MKL does not use, and
+  MKL elsewhere. Nothing is packed, as weights change in each step.
+- Without gradients, `PackedLinear` takes oneDNN everywhere, and packs a matrix once into the layout in which products
+  read it. A row of a result does not depend on the other rows, nor on the number of threads.
+
+Shape suffixes: X any dimensions, R all of them as rows, I input width, O output width.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from transformer_xl.device import processor_field
 from transformer_xl.model.weights_version import count_optimizer_steps
 
 _MIN_WEIGHTS = 2**18  # below, the product takes less time than is saved
+_MIN_ONEDNN = 2**12  # weights below which `linear` stays with torch: calling oneDNN takes longer than is saved
+_MIN_ONEDNN_GRADIENT = 2**15  # the same for the gradient of the weights
+_ZEN5_FAMILY = 26
+_PLAIN = (Tensor, nn.Parameter)  # not subclasses, such as quantized or sharded tensors
 _ROWS = 512  # for which oneDNN chooses the layout; of 1, 16, 64 and 512 it was fastest for nearly all numbers of rows
+
+
+MatmulLibrary = Literal["blas", "onednn"]
+"""What multiplies float32 matrices where gradients are computed: torch's BLAS (MKL on x86), or oneDNN."""
+
+_library = ContextVar[MatmulLibrary | None]("library", default=None)
+
+
+@cache
+def fastest_matmul_library() -> MatmulLibrary:
+    """Return the faster library for training in float32 on this processor, from a fixed table, never by timing."""
+    is_amd, family = processor_field("vendor_id") == "AuthenticAMD", processor_field("cpu family")
+    return (
+        "onednn" if is_amd and family.isdecimal() and int(family) >= _ZEN5_FAMILY and packs(torch.float32) else "blas"
+    )
+
+
+@contextmanager
+def matmul_library(library: MatmulLibrary) -> Iterator[None]:
+    """Within this context, `linear` multiplies with the named library, if torch has it, in place of the fastest."""
+    token = _library.set(library)
+    try:
+        yield
+    finally:
+        _library.reset(token)
+
+
+def takes_onednn(x_XI: Tensor, weight_OI: Tensor) -> bool:
+    """Return whether oneDNN multiplies an input and weights of this kind where gradients are computed."""
+    return (
+        x_XI.dtype == weight_OI.dtype == torch.float32
+        and weight_OI.numel() >= _MIN_ONEDNN
+        and x_XI.numel() > 0
+        and x_XI.is_cpu
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and type(x_XI) in _PLAIN
+        and type(weight_OI) in _PLAIN
+        and (_library.get() or fastest_matmul_library()) == "onednn"
+        and packs(torch.float32)
+    )
+
+
+def linear(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, as `F.linear` does; where gradients are computed, by the fastest library."""
+    if takes_onednn(x_XI, weight_OI):
+        return _OneDNNLinear.apply(x_XI, weight_OI, bias_O)
+    return F.linear(x_XI, weight_OI, bias_O)
+
+
+def multiply(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias by oneDNN, without a gradient; weights may be the transpose of a matrix."""
+    return _product()(x_XI, weight_OI, bias_O, "none", [], "")
+
+
+def multiply_weight_gradient(x_RI: Tensor, dout_RO: Tensor) -> Tensor:
+    """Return dout.T @ x, (O, I), by oneDNN, which wants the narrower operand first; by torch where few weights."""
+    input_width, output_width = x_RI.shape[1], dout_RO.shape[1]
+    if input_width * output_width < _MIN_ONEDNN_GRADIENT:
+        return dout_RO.t() @ x_RI
+    if output_width <= input_width:
+        return multiply(dout_RO.t(), x_RI.t())
+    return multiply(x_RI.t(), dout_RO.t()).t()
+
+
+class _OneDNNLinear(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.save_for_backward(x_XI, weight_OI)
+        return multiply(x_XI, weight_OI, bias_O)
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_XI, weight_OI = ctx.saved_tensors
+        dout_XO = grad_outputs[0]
+        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
+        dx_XI = multiply(dout_XO, weight_OI.t()) if needs_dx else None
+        dout_RO = dout_XO.reshape(-1, dout_XO.shape[-1])
+        dweight_OI = multiply_weight_gradient(x_XI.reshape(-1, x_XI.shape[-1]), dout_RO) if needs_dweight else None
+        return dx_XI, dweight_OI, dout_RO.sum(0) if needs_dbias else None
 
 
 @dataclass(frozen=True)
@@ -49,10 +149,10 @@ class PackedLinear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., O) for an input of shape (..., I)."""
-        if self.in_features * self.out_features < _MIN_WEIGHTS or torch.compiler.is_compiling():
-            return super().forward(input)
         if torch.is_grad_enabled():
             self.unpack()  # the weights may change next
+            return linear(input, self.weight, self.bias)
+        if self.in_features * self.out_features < _MIN_WEIGHTS or torch.compiler.is_compiling():
             return super().forward(input)
         dtype = product_dtype(input.dtype)
         packed = self._packed
@@ -70,11 +170,12 @@ class PackedLinear(nn.Linear):
             if not self._can_pack(input, dtype):
                 return super().forward(input)
             packed = self._packed = self._pack(source, dtype)
-        return _multiply()(input.to(dtype), packed.weight, packed.bias, "none", [], "")
+        return multiply(input.to(dtype), packed.weight, packed.bias)
 
     def unpack(self) -> None:
         """Drop the packed weights; the next product without gradients packs them anew."""
-        self._packed = None
+        if self._packed is not None:
+            self._packed = None
 
     def _can_pack(self, input: Tensor, dtype: torch.dtype) -> bool:
         weight = self.weight
@@ -128,6 +229,6 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _multiply() -> Callable[..., Tensor]:
+def _product() -> Callable[..., Tensor]:
     """Return oneDNN's product, found once, as to find it takes as long as a small product."""
     return torch.ops.mkldnn._linear_pointwise.default

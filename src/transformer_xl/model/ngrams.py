@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig
+from transformer_xl.model.linear import linear
 
 _STD = 0.02  # of the initial tables and projections
 _MULTIPLIER, _MODULUS = 1_000_003, 2**31 - 1  # primes of the polynomial hash, whose products fit into int64
@@ -56,5 +57,5 @@ class NgramEmbedding(nn.Module):
             end = ids_BS.shape[1] - 1 - index
             hash_BT = (hash_BT * _MULTIPLIER + ids_BS[:, end - num_new : end]) % _MODULUS
             embedded_BTE = F.embedding(hash_BT % len(table), table) * self.scale
-            parts_BTD.append(F.linear(embedded_BTE, projection_DE))
+            parts_BTD.append(linear(embedded_BTE, projection_DE))
         return torch.stack(parts_BTD).sum(0)

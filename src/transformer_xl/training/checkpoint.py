@@ -112,6 +112,7 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
                 state=state,
                 files=files,
                 attn_implementation=trainer.attn_implementation,
+                matmul_library=trainer.matmul_library,
                 config=config,
             ).write(temporary)
     with world.raise_together():
@@ -225,6 +226,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         warnings.append(_change_batch_size(trainer, rows, train.batch_size))
     if kernel_warning := trainer.use_recorded_kernel(record.attn_implementation):
         warnings.append(kernel_warning)
+    trainer.matmul_library = record.matmul_library
     if record.num_processes == world.size:
         _set_random_state(_without_prefix(f"random/{world.rank}", buffers), memory.valid_B.device)
     else:

@@ -14,7 +14,7 @@ context before them, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from typing_extensions import override
 from transformer_xl.config import TrainConfig
 from transformer_xl.device import autocast, to_device
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import MatmulLibrary, fastest_matmul_library, matmul_library
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, Shard
 from transformer_xl.training.batches import trained_targets
@@ -86,6 +87,8 @@ class TrainStep:
     config: TrainConfig
     device: torch.device
     world: DistributedContext
+    library: MatmulLibrary = field(default_factory=lambda: fastest_matmul_library())
+    """What multiplies float32 matrices on a CPU."""
 
     def __call__(
         self, batch: Batch, memories: tuple[Memory, ...], *, done: float = 0.0
@@ -114,9 +117,10 @@ class TrainStep:
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
             self.world.set_gradient_sync(self.model, index + 1 == len(memories))
-            with autocast(self.device, self.config.dtype):
-                losses_BT, auxiliary_BT, memory = self.model(inputs_BX[rows], targets_BT[rows], memory, done)
-            ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
+            with matmul_library(self.library):  # in the backward pass too, where layers may be computed again
+                with autocast(self.device, self.config.dtype):
+                    losses_BT, auxiliary_BT, memory = self.model(inputs_BX[rows], targets_BT[rows], memory, done)
+                ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (losses_BT.detach() * weight_BT[rows]).sum()
             new_memories.append(memory)
         assert start == len(inputs_BX)

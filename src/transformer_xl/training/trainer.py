@@ -22,6 +22,7 @@ from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import quoted, remove_leftovers
 from transformer_xl.model.kernels import KERNELS, choose
+from transformer_xl.model.linear import MatmulLibrary
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -126,6 +127,15 @@ class Trainer:
     def attn_implementation(self) -> str | None:
         """The attention kernel that this run trains with, or None for a model without one."""
         return self.model.attn_implementation if isinstance(self.model, TransformerXL) else None
+
+    @property
+    def matmul_library(self) -> MatmulLibrary:
+        """What multiplies float32 matrices on a CPU in this run; a resumed run keeps what it began with."""
+        return self._train_step.library
+
+    @matmul_library.setter
+    def matmul_library(self, library: MatmulLibrary) -> None:
+        self._train_step = replace(self._train_step, library=library)
 
     def _choose_kernel(self) -> None:
         """Replace the setting `auto` by the fastest kernel that all processes have."""
