@@ -109,6 +109,8 @@ class CheckpointRecord(Settings):
     """The attention kernel that training used; None for a model without one."""
     matmul_library: Literal["blas", "onednn"] = "blas"
     """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
+    dropout_kernel: Literal["native", "torch"] = "torch"
+    """The implementation of dropout on a CPU; earlier versions had one."""
     config: dict[str, Any] | None = None
     """The settings that training had, as in config.yaml."""
 

@@ -146,6 +146,32 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
 
 
 @needs_native
+@pytest.mark.parametrize("first", ["native", "torch"])
+def test_run_is_resumed_with_the_dropout_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A model without attention too, whose dropout is all that the native operators compute."""
+    corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
+    model = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "dropout": 0.3}
+    with monkeypatch.context() as patch:
+        if first == "torch":
+            patch.setattr("transformer_xl.native.operators", lambda: None)
+        whole = start(tmp_path / "whole", corpus, model=model)
+        whole.run()
+        trainer = start(tmp_path / "run", corpus, model=model)
+        train_until(trainer, 9)
+    trainer = reopened(trainer)
+    assert trainer.dropout_kernel == whole.dropout_kernel == first
+    trainer.run()
+    assert nats_of(trainer) == nats_of(whole)
+    if first == "native":
+        train_until(trainer := start(tmp_path / "other", corpus, model=model), 9)
+        monkeypatch.setattr("transformer_xl.native.operators", lambda: None)
+        (warning,) = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume()
+        assert "trained with native dropout, which is not available here" in warning
+
+
+@needs_native
 def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0))
     train_until(trainer, 9)

@@ -1,22 +1,53 @@
 """Dropout that is fast on a CPU, where torch draws a float for each element and saves masks in the elements' dtype.
 
-In this implementation each element needs 16 random bits (so p is rounded to a multiple of 1 / 65,536), one int64 random
-number serves four elements, and a mask takes one byte for each element. As in torch's dropout, random numbers come from
-torch's global random state.
+There are two implementations, which drop different elements; random numbers come from torch's global random state, as
+in torch's dropout.
+
+- `native`, where the native operators are built: an element is dropped by a hash of its index and one random number,
+  which both passes compute, so that no mask is saved.
+- `torch`: each element needs 16 random bits (so p is rounded to a multiple of 1 / 65,536), one int64 random number
+  serves four elements, and a mask takes one byte for each element.
 
 Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from transformer_xl import native
+
 _BITS = 16  # random bits for each element
+_NATIVE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+DropoutKernel = Literal["native", "torch"]
+"""An implementation of dropout on a CPU."""
+
+_kernel = ContextVar[DropoutKernel | None]("kernel", default=None)
+
+
+def fastest_dropout_kernel() -> DropoutKernel:
+    """Return the faster implementation of dropout on this computer."""
+    return "torch" if native.operators() is None else "native"
+
+
+@contextmanager
+def dropout_kernel(kernel: DropoutKernel) -> Iterator[None]:
+    """Within this context, use an implementation of dropout, if it is there, in place of the fastest."""
+    token = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
 
 
 class FastDropout(nn.Module):
@@ -48,6 +79,9 @@ class FastDropout(nn.Module):
             if not self.variational:
                 return F.dropout(x, self.p)
             return x * F.dropout(torch.ones_like(x.narrow(token_dim, 0, 1)), self.p)
+        is_native = _kernel.get() != "torch" and native.operators() is not None and x.dtype in _NATIVE_DTYPES
+        if is_native and not self.variational and self.p < 1:
+            return _NativeDropout.apply(x, self.p, self.relu)
         return _Dropout.apply(x, self.p, self.relu, token_dim if self.variational else None)
 
     @override
@@ -108,6 +142,24 @@ class _Dropout(torch.autograd.Function):
         (saved,) = ctx.saved_tensors
         keep = saved if saved.dtype == torch.bool else saved > 0
         return torch.mul(grad_outputs[0], keep).mul_(ctx.scale), None, None, None
+
+
+class _NativeDropout(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, p: float, relu: bool) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.p, ctx.relu, seed = p, relu, torch.randint(2**62, ())
+        out = native.operators().dropout(x, seed, p, relu, None)
+        ctx.save_for_backward(out if relu else seed)
+        return out
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
+        (saved,) = ctx.saved_tensors
+        seed, out = (None, saved) if ctx.relu else (saved, None)
+        return native.operators().dropout(grad_outputs[0], seed, ctx.p, False, out), None, None
 
 
 def _mask(x: Tensor, p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators in C++ for CPUs: attention of a layer, and of few queries, and all layers of one token.
+"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of one token, and dropout.
 
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
     native.build.build()   compiles them; only `txl info --build-native` does
@@ -75,6 +75,7 @@ def _register() -> None:
     library.register_fake(name, _attention_shapes)
     library.register_fake(f"{name}_backward", _gradient_shapes)
     library.register_fake(f"{name}_decode", _like)
+    library.register_fake("transformer_xl_native::dropout", lambda x, *_: x.new_empty(x.shape))
     library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
 

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <type_traits>
 
@@ -63,15 +64,16 @@ inline float exponential(float x) {  // of x <= 0, as in Cephes: relative error 
 struct Draws {
   uint32_t low = 0, high = 0, threshold = 0;
   double scale = 1;
-  Draws(const Attention& z, int64_t query) {
-    if (!z.dropout) return;
-    uint64_t x = z.seed + 0x9e3779b97f4a7c15ull * static_cast<uint64_t>(query + 1);  // splitmix64
+  Draws(const Attention& z, int64_t query) : Draws(z.dropout, z.seed, query) {}
+  Draws(double dropout, uint64_t seed, int64_t query) {
+    if (!dropout) return;
+    uint64_t x = seed + 0x9e3779b97f4a7c15ull * static_cast<uint64_t>(query + 1);  // splitmix64
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     x ^= x >> 31;
     low = static_cast<uint32_t>(x), high = static_cast<uint32_t>(x >> 32);
-    threshold = static_cast<uint32_t>(z.dropout * 4294967296.0);
-    scale = 1 / (1 - z.dropout);
+    threshold = static_cast<uint32_t>(dropout * 4294967296.0);
+    scale = 1 / (1 - dropout);
   }
   bool keep(int64_t key) const {
     uint32_t x = low + static_cast<uint32_t>(key) * 0x9e3779b9u;
@@ -80,6 +82,27 @@ struct Draws {
     return (x ^ (x >> 16)) >= threshold;
   }
 };
+
+template <class T, class A>
+void drop(const Dropout& z, int64_t task) {
+  const int64_t first = task * z.kUnit, count = smaller(z.kUnit, z.count - first);
+  const T* const x = static_cast<const T*>(z.x) + first;
+  T* const to = static_cast<T*>(z.result) + first;
+  const Draws draws(z.p, z.seed, task);
+  const A scale = static_cast<A>(draws.scale);
+  if (z.kept) {
+    const T* const kept = static_cast<const T*>(z.kept) + first;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(widen(kept[i]) > 0 ? widen(x[i]) * scale : A(0));
+    return;
+  }
+  const A least = z.relu ? A(0) : -std::numeric_limits<A>::infinity();  // a number that is none stays one
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) {
+    const A value = widen(x[i]);
+    to[i] = narrow<T>(draws.keep(i) ? (value < least ? least : value) * scale : A(0));
+  }
+}
 
 enum Slot { kQc, kQp, kKeys, kKeyRows, kValues, kDistances, kDistanceRows, kWide, kP, kOut, kGrad, kGradT, kQcT, kQpT,
             kDp, kDs, kPacked, kDkT, kDvT, kDrT, kDqc, kDqp, kInverse, kArranged, kSlots };
@@ -762,7 +785,8 @@ struct Decoder {
 
 template <class T, class P, class A>
 constexpr Format format() {
-  return {[](const Attention& z, int64_t task) {
+  return {&drop<T, A>,
+          [](const Attention& z, int64_t task) {
             const Head<T, P, A> head(z, task);
             z.dropout > 0 ? head.template forward<true>() : head.template forward<false>();
           },

@@ -63,7 +63,20 @@ struct DecodedLayer {
   int64_t units(int step) const { return (step == 0 ? 3 : 1) * ((outputs(step) + kUnit - 1) / kUnit); }
 };
 
+// Dropout of a tensor as it is stored, with ReLU before it if `relu`. With `kept`, the result of a forward pass with ReLU,
+// it is the backward pass, and nothing is drawn: where the result is 0, so is the gradient.
+struct Dropout {
+  const void *x, *kept;
+  void* result;
+  int64_t count;
+  double p;
+  uint64_t seed;
+  bool relu;
+  static constexpr int64_t kUnit = 16384;  // elements of a task
+};
+
 struct Format {
+  void (*drop)(const Dropout&, int64_t task);
   void (*forward)(const Attention&, int64_t task);
   void (*backward)(const Attention&, int64_t task);
   void (*decode)(const Attention&, int64_t task);  // a task is a batch row and head; no dropout, nothing is packed

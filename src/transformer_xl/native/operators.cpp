@@ -58,8 +58,24 @@ const Format& format_of(const Tensor& q) {
     case at::kFloat: return kernels().float32;
     case at::kDouble: return kernels().float64;
     case at::kBFloat16: return multiplies_bfloat16() ? kernels().bfloat16 : kernels().bfloat16_widened;
-    default: TORCH_CHECK(false, "no native attention for ", q.scalar_type());
+    default: TORCH_CHECK(false, "no native operator for ", q.scalar_type());
   }
+}
+
+// `kept` makes it the backward pass of dropout with ReLU, see Dropout
+Tensor dropout(const Tensor& x, const OptionalTensor& seed, double p, bool relu, const OptionalTensor& kept) {
+  const Tensor input = x.contiguous();
+  const Tensor other = kept ? kept->contiguous() : Tensor();
+  TORCH_CHECK(p > 0 && p < 1 && (kept || (seed && seed->scalar_type() == at::kLong)), "dropout needs a seed, and p inside 0 and 1");
+  TORCH_CHECK(!kept || (other.sizes() == x.sizes() && other.scalar_type() == x.scalar_type()), "wrong result of dropout");
+  Tensor result = at::empty(x.sizes(), x.options());
+  const Dropout z{input.const_data_ptr(), kept ? other.const_data_ptr() : nullptr, result.data_ptr(), x.numel(), p,
+                  kept ? 0 : static_cast<uint64_t>(seed->item<int64_t>()), relu};
+  const Format& format = format_of(x);
+  at::parallel_for(0, (z.count + z.kUnit - 1) / z.kUnit, 2, [&](int64_t from, int64_t to) {
+    for (int64_t task = from; task < to; task++) format.drop(z, task);
+  });
+  return result;
 }
 
 View view(const Tensor& x) {
@@ -239,6 +255,7 @@ TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
       "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, "
       "float dropout, int num_clamped) -> Tensor[]");
+  m.def("dropout(Tensor x, Tensor? seed, float p, bool relu, Tensor? kept) -> Tensor");
   m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
   m.def(
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
@@ -249,6 +266,7 @@ TORCH_LIBRARY(transformer_xl_native, m) {
 TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
   m.impl("attention", &txl::attention);
   m.impl("attention_backward", &txl::attention_backward);
+  m.impl("dropout", &txl::dropout);
   m.impl("attention_decode", &txl::attention_decode);
   m.impl("decode_layers", &txl::decode_layers);
 }

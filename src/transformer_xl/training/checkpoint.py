@@ -113,6 +113,7 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
                 files=files,
                 attn_implementation=trainer.attn_implementation,
                 matmul_library=trainer.matmul_library,
+                dropout_kernel=trainer.dropout_kernel,
                 config=config,
             ).write(temporary)
     with world.raise_together():
@@ -224,9 +225,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         trainer.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
     else:
         warnings.append(_change_batch_size(trainer, rows, train.batch_size))
-    if kernel_warning := trainer.use_recorded_kernel(record.attn_implementation):
-        warnings.append(kernel_warning)
-    trainer.matmul_library = record.matmul_library
+    warnings += trainer.use_recorded_kernels(record)
     if record.num_processes == world.size:
         _set_random_state(_without_prefix(f"random/{world.rank}", buffers), memory.valid_B.device)
     else:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.device import autocast, to_device
+from transformer_xl.model.dropout import DropoutKernel, dropout_kernel, fastest_dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.linear import MatmulLibrary, fastest_matmul_library, matmul_library
 from transformer_xl.model.memory import Memory
@@ -89,6 +90,8 @@ class TrainStep:
     world: DistributedContext
     library: MatmulLibrary = field(default_factory=lambda: fastest_matmul_library())
     """What multiplies float32 matrices on a CPU."""
+    dropout: DropoutKernel = field(default_factory=lambda: fastest_dropout_kernel())
+    """The implementation of dropout on a CPU."""
 
     def __call__(
         self, batch: Batch, memories: tuple[Memory, ...], *, done: float = 0.0
@@ -117,7 +120,10 @@ class TrainStep:
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
             self.world.set_gradient_sync(self.model, index + 1 == len(memories))
-            with matmul_library(self.library):  # in the backward pass too, where layers may be computed again
+            with (
+                matmul_library(self.library),
+                dropout_kernel(self.dropout),
+            ):  # in the backward pass too, where layers may be computed again
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.model(inputs_BX[rows], targets_BT[rows], memory, done)
                 ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()

@@ -17,10 +17,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import quoted, remove_leftovers
+from transformer_xl.model.dropout import DropoutKernel, FastDropout, fastest_dropout_kernel
 from transformer_xl.model.kernels import KERNELS, choose
 from transformer_xl.model.linear import MatmulLibrary
 from transformer_xl.model.memory import Memory
@@ -133,9 +135,10 @@ class Trainer:
         """What multiplies float32 matrices on a CPU in this run; a resumed run keeps what it began with."""
         return self._train_step.library
 
-    @matmul_library.setter
-    def matmul_library(self, library: MatmulLibrary) -> None:
-        self._train_step = replace(self._train_step, library=library)
+    @property
+    def dropout_kernel(self) -> DropoutKernel:
+        """The implementation of dropout on a CPU in this run."""
+        return self._train_step.dropout
 
     def _choose_kernel(self) -> None:
         """Replace the setting `auto` by the fastest kernel that all processes have."""
@@ -150,21 +153,33 @@ class Trainer:
         self.model.attn_implementation = name
         return True
 
-    def use_recorded_kernel(self, name: str | None) -> str | None:
-        """Go on with the attention kernel of a checkpoint if the setting is `auto`; return a warning if it is absent.
+    def use_recorded_kernels(self, record: CheckpointRecord) -> list[str]:
+        """Go on with what a checkpoint was trained with, if the settings leave the choice; return warnings otherwise.
 
-        Other kernels compute the same up to rounding, but draw other dropout masks.
+        Other attention kernels compute the same up to rounding, but draw other dropout masks, and so does the other
+        implementation of dropout.
         """
-        model = self.folder.config.model
-        if name is None or not isinstance(model, RelativeConfig) or model.attn_implementation != "auto":
-            return None
-        if name == self.attn_implementation or self._use_kernel(name):
-            return None
-        reason = f" ({status().text})" if name == "native" else ""
-        return (
-            f"the checkpoint was trained with the attention kernel {name}, which is not available here{reason}: "
-            f"training goes on with {self.attn_implementation}, not bit for bit as without the stop"
-        )
+        self._train_step = replace(self._train_step, library=record.matmul_library, dropout=record.dropout_kernel)
+        model, name, warnings = self.folder.config.model, record.attn_implementation, list[str]()
+        if (
+            name is not None
+            and isinstance(model, RelativeConfig)
+            and model.attn_implementation == "auto"
+            and name != self.attn_implementation
+            and not self._use_kernel(name)
+        ):
+            reason = f" ({status().text})" if name == "native" else ""
+            warnings.append(
+                f"the checkpoint was trained with the attention kernel {name}, which is not available here{reason}: "
+                f"training goes on with {self.attn_implementation}, not bit for bit as without the stop"
+            )
+        has_dropout = any(isinstance(module, FastDropout) and module.p for module in self.model.modules())
+        if record.dropout_kernel == "native" != fastest_dropout_kernel() and has_dropout and self.device.type == "cpu":
+            warnings.append(
+                f"the checkpoint was trained with native dropout, which is not available here ({status().text}): "
+                "dropout masks will differ"
+            )
+        return warnings
 
     def stop(self) -> None:
         """End training after the current step (or in the middle of a validation), with a checkpoint.
