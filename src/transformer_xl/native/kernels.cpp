@@ -129,6 +129,8 @@ X* buffer(Slot slot, int64_t count) {
   return static_cast<X*>(buffers.data[slot]);
 }
 
+typedef uint32_t __attribute__((may_alias)) Word;
+
 template <class P>
 constexpr int64_t kPair = std::is_same_v<P, bf16> ? 2 : 1;
 
@@ -145,6 +147,7 @@ void pack(P* to, int64_t ld, const T* from, int64_t rows, int64_t columns, int64
         if (by_rows)
           for (int64_t j = j0; j < j1; j++) to[i * ld + j] = narrow<P>(widen(a[j]));
         else
+#pragma omp simd
           for (int64_t j = j0; j < j1; j++) to[i * ld + j] = narrow<P>(widen(a[j * column_stride]));
       }
     } else {
@@ -156,6 +159,9 @@ void pack(P* to, int64_t ld, const T* from, int64_t rows, int64_t columns, int64
           for (int64_t j = j0; j < j1; j++) words[j] = a[j * column_stride].bits;
         else if (by_rows)
           for (int64_t j = j0; j < j1; j++) words[j] = a[j].bits | static_cast<uint32_t>(b[j].bits) << 16;
+        else if (row_stride == 1 && column_stride % 2 == 0 && reinterpret_cast<uintptr_t>(a) % 4 == 0)
+#pragma omp simd
+          for (int64_t j = j0; j < j1; j++) words[j] = reinterpret_cast<const Word*>(a)[j * (column_stride / 2)];
         else
           for (int64_t j = j0; j < j1; j++)
             words[j] = a[j * column_stride].bits | static_cast<uint32_t>(b[j * column_stride].bits) << 16;
@@ -419,11 +425,8 @@ struct Head {
         for (int64_t a = 0; a < c.rows; a++) {
           const T* g = z.dout.at<T>(b, start + smaller(a, c.valid - 1), n);
           for (int64_t h = 0; h < z.H; h++) gradient[a * width + h] = narrow<P>(widen(g[h * z.dout.h]));
-          for (int64_t h = 0; h < width; h++) {
-            gradient_t[h * c.rows + a] = gradient[a * width + h];
-            content_t[h * c.rows + a] = content[a * width + h], position_t[h * c.rows + a] = position[a * width + h];
-          }
         }
+        transpose(gradient_t, gradient, c), transpose(content_t, content, c), transpose(position_t, position, c);
         score(c);
         wide_product(c.rows, c.keys, width, width, keys, keys, false, gradient, values + c.key * kPair<P>, dp);
         const int64_t columns = round_up(c.keys + c.rows - 1, kUnit);
@@ -465,11 +468,19 @@ struct Head {
       }
   }
 
-  // Write the transpose of (H, J), a cache line of its rows at a time
+  // Write the transpose of (H, J); a cache line of its rows serves several j
   void unpack(const View& to, int64_t b, const A* from) const {
-    for (int64_t j0 = 0; j0 < z.S; j0 += 16)
-      for (int64_t h = 0; h < z.H; h++)
-        for (int64_t j = j0; j < smaller(j0 + 16, z.S); j++) to.at<T>(b, j, n)[h] = narrow<T>(from[h * keys + j]);
+    for (int64_t j = 0; j < z.S; j++) {
+      T* const row = to.at<T>(b, j, n);
+      const A* const column = from + j;
+#pragma omp simd
+      for (int64_t h = 0; h < z.H; h++) row[h] = narrow<T>(column[h * keys]);
+    }
+  }
+
+  void transpose(P* to, const P* from, const Block& c) const {  // (I, H) to (H, I); c.rows is a multiple of 16
+    for (int64_t h = 0; h < width; h++)
+      for (int64_t a = 0; a < c.rows; a++) to[h * c.rows + a] = from[a * width + h];
   }
 
   // to (H, columns) += left (H, I) times right (I, columns)
