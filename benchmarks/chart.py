@@ -113,6 +113,29 @@ def kernels_table(results: Results) -> str:
     return "\n".join([environment(results), "", *lines, *memory])
 
 
+def linear_table(results: Results) -> str:
+    """Return Markdown tables of linear.json, for one shape with packed weights and the most rows in training."""
+    head = (
+        f"`{results['command']}`; {processor({**results, 'features': results['cpu_features']})}, torch "
+        f"{results['torch']}; commit `{results['commit']}`. GFLOP/s:"
+    )
+    lines = ["| 512 x 2,048 | rows | torch's linear | packed weights |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['dtype']} | {row['rows']:,} | {row['linear_gflops']:.0f} | {row['packed_gflops']:.0f} |"
+        for row in results["results"]
+        if row["shape"] == [512, 2048]
+    ]
+    products = ("forward", "input_gradient", "weight_gradient")
+    names = " | ".join(name.replace("_", " ") for name in products)
+    rows = results.get("training", [])
+    most = max((row["rows"] for row in rows), default=0)
+    training = [f"| training, {most:,} rows, torch / oneDNN | {names} |", "|---|---|---|---|"]
+    for row in (row for row in rows if row["rows"] == most):
+        pairs = " | ".join(f"{row[f'blas_{name}']:.0f} / {row[f'onednn_{name}']:.0f}" for name in products)
+        training.append(f"| {row['shape'][0]:,} x {row['shape'][1]:,} | {pairs} |")
+    return "\n".join([head, "", *lines, *(["", *training] if len(training) > 2 else [])])
+
+
 def gpu_table(results: Results) -> str:
     """Return a Markdown table of the training steps in gpu-DEVICE.json."""
     lines = [
@@ -304,6 +327,7 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
     "training": (training_table, training_chart),
     "small-training": (training_table, None),
     "saved-tensors": (saved_tensors_table, None),
+    "linear": (linear_table, None),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
     "learning-rates": (learning_rates_table, None),
