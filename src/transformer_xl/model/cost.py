@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformer_xl.config import ModelConfig, RelativeConfig
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import without_chunks
+from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
@@ -103,7 +104,8 @@ def step_cost(
 
     Targets follow Zipf's law, so that each tail of an adaptive softmax has as many targets as in natural text. FLOPs
     exclude recomputation in the backward pass. Activations are those that the configured attention kernel saves (the
-    CPU kernel for `auto`). Auxiliary losses are those of the first step.
+    CPU kernel for `auto`), with the masks of dropout, which native operators do not save. Auxiliary losses are those of
+    the first step.
 
     Args:
         config: settings of the model.
@@ -126,7 +128,8 @@ def step_cost(
         saved_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
-    model, memory = _run_step(config, *shape, torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
+    with dropout_kernel("torch"):
+        model, memory = _run_step(config, *shape, torch.autograd.graph.saved_tensors_hooks(record, lambda x: x))
     parameters = model.num_parameters()
     parameter_storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     return StepCost(
