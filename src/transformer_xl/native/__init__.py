@@ -75,13 +75,17 @@ def _register() -> None:
     library.register_fake(name, _attention_shapes)
     library.register_fake(f"{name}_backward", _gradient_shapes)
     library.register_fake(f"{name}_decode", _like)
-    library.register_fake("transformer_xl_native::dropout", lambda x, *_: x.new_empty(x.shape))
+    library.register_fake("transformer_xl_native::dropout", _same_shape)
     library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
 
 
 def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
     return tensors[0].new_empty(tensors[0].shape)
+
+
+def _same_shape(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _states(x_B1D: Tensor, *arguments: Any) -> Tensor:
