@@ -26,6 +26,7 @@ from environment import RESULTS, command, commit, cpu_features, cpu_model, posit
 
 from transformer_xl import Corpus, load, resume, train
 from transformer_xl.config import UserError
+from transformer_xl.run_folder import RunFolder
 
 Groups = dict[str, dict[str, Any]]
 
@@ -73,13 +74,22 @@ PARTS: dict[str, Groups] = {
 
 
 def best_perplexity(corpus: Path, path: Path, changes: Groups, base: Groups) -> float:
-    """Train a version, or finish its training, and return the lowest perplexity of the validation text."""
+    """Train a version, or finish its training, and return the lowest perplexity of the validation text.
+
+    Raises:
+        UserError: the folder has a run with other settings.
+    """
+    settings = {group: base.get(group, {}) | changes.get(group, {}) for group in ("model", "train", "evaluation")}
+    if settings["train"].get("weight_average") == "none":
+        del settings["train"]["average_start_step"], settings["train"]["average_learning_rate"]
     if (path / "config.yaml").exists():
+        config = RunFolder.open(path).config
+        for group, values in settings.items():
+            for name, value in values.items():
+                if (found := getattr(getattr(config, group), name)) != value:
+                    raise UserError(f"{path} is a run with {name} {found}, not {value}; choose another --out")
         nats = resume(path, progress=False).best_nats_per_token
     else:
-        settings = {group: base.get(group, {}) | changes.get(group, {}) for group in ("model", "train", "evaluation")}
-        if settings["train"].get("weight_average") == "none":
-            del settings["train"]["average_start_step"], settings["train"]["average_learning_rate"]
         nats = train("ptb", corpus, path, **settings, progress=False).best_nats_per_token
     assert nats is not None, "the corpus has no validation text"
     return math.exp(nats)
@@ -155,7 +165,10 @@ def main() -> None:
                 continue
             path = args.out / f"{name.replace(',', '').replace(' ', '-')}-seed{seed}"
             base = {"model": SMALL, "train": schedule | {"seed": seed}}
-            perplexity = best_perplexity(args.corpus, path, PARTS[name], base)
+            try:
+                perplexity = best_perplexity(args.corpus, path, PARTS[name], base)
+            except UserError as error:
+                parser.error(str(error))
             trainings.append(
                 {
                     "version": name,

@@ -220,6 +220,17 @@ def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
         os.close(descriptor)
 
 
+def check_not_special(path: Path) -> None:
+    """Check that a path is no pipe, socket or device, whose reading might never end; it may be missing.
+
+    Raises:
+        UserError: it is one, or the file system refuses to look.
+    """
+    with as_user_error(f"reading {path}"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is not a file; put the file there")
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file.
 

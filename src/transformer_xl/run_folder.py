@@ -34,7 +34,6 @@ from transformer_xl.checkpoint_record import (
     ChosenWeights,
     MemoryLengths,
     SavedWeights,
-    file_digest,
 )
 from transformer_xl.config import (
     RunConfig,
@@ -52,6 +51,7 @@ from transformer_xl.files import (
     as_path,
     as_user_error,
     atomic_folder,
+    check_not_special,
     json_digest,
     quoted,
     read_bytes,
@@ -70,7 +70,7 @@ from transformer_xl.model.lora import (
     state_names,
 )
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
-from transformer_xl.tensor_file import DAMAGED, load_tensors, read_metadata, read_shapes, save_tensors
+from transformer_xl.tensor_file import DAMAGED, contents_digest, load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
@@ -157,10 +157,10 @@ class RunFolder:
             raise UserError(f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another") from None
         with as_user_error(f"writing {path}"):
             if (path / "config.yaml").exists():
-                raise UserError(
-                    f"{path} holds a run already; resume it (txl train --resume {quoted(path)}), or choose "
-                    "another folder"
-                )
+                advice = f"resume it (txl train --resume {quoted(path)}), or choose another folder"
+                with suppress(UserError):
+                    advice = RunFolder.open(path).advice_if_stopped_early() or advice
+                raise UserError(f"{path} holds a run already; {advice}")
         with atomic_folder(path) as temporary:
             (temporary / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
@@ -240,6 +240,8 @@ class RunFolder:
         """
         metadata = {"step": str(step), "model_sha256": model_digest(self.config)}
         metadata["tokenizer_sha256"] = fingerprint(self.tokenizer)
+        if (adapter := adapter_digest(self.config)) is not None:
+            metadata["adapter_sha256"] = adapter
         if nats is not None:
             metadata["nats_per_token"] = repr(nats)
         save_tensors(self.path / self.weights_name, weights, metadata)
@@ -283,7 +285,8 @@ class RunFolder:
         best, newest = self._best_weights(), self.latest_checkpoint()
         if newest is None:
             if best is None:
-                raise UserError(f"{self.path} has no weights yet; train it: txl train --resume {quoted(self.path)}")
+                advice = self.advice_if_stopped_early() or f"train it: txl train --resume {quoted(self.path)}"
+                raise UserError(f"{self.path} has no weights yet; {advice}")
             if checkpoint == "last":
                 raise UserError(f"{self.path} has no checkpoint, only its best weights; use --checkpoint best")
             return ChosenWeights(best)
@@ -350,6 +353,13 @@ class RunFolder:
         """Return the folder of the newest checkpoint, or None if the run has none."""
         return next(reversed(self.checkpoints()), None)
 
+    def advice_if_stopped_early(self) -> str | None:
+        """Return what to do with a run of fine-tuning that was stopped before its first checkpoint, or None."""
+        has_weights = (self.path / self.weights_name).exists() or self.latest_checkpoint() is not None
+        if self.config.finetune is None or has_weights:
+            return None
+        return "it was stopped before its first checkpoint: remove the folder and fine-tune anew"
+
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl; an incomplete last line (of a killed run) is skipped.
 
@@ -359,6 +369,7 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return []
+        check_not_special(file)
         lines = read_bytes(file).splitlines(keepends=True)
         try:
             entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
@@ -428,6 +439,7 @@ class RunFolder:
         for name, path, expected in (
             ("config_sha256", file, json_digest(self.config.model_dump(mode="json"))),
             ("model_sha256", file, model_digest(self.config)),
+            ("adapter_sha256", file, adapter_digest(self.config)),
             ("tokenizer_sha256", self.path / "txl_tokenizer.json", fingerprint(self.tokenizer)),
         ):
             if metadata.get(name, expected) != expected:
@@ -473,7 +485,7 @@ class RunFolder:
         with as_user_error("reading the base"):
             files = [file for file in files if file.is_file()]
             for file in files:
-                if file_digest(file) == finetune.base_sha256:
+                if contents_digest(file) == finetune.base_sha256:
                     return file
         if files:
             raise UserError(
@@ -493,6 +505,19 @@ class RunFolder:
         """
         return self.load_run(device, checkpoint).model
 
+    def check_adapter(self, file: Path) -> None:
+        """Check that config.yaml has the base and the settings that the adapter in a file was trained with.
+
+        Raises:
+            UserError: it has others, or the file is damaged.
+        """
+        expected = adapter_digest(self.config)
+        if expected is not None and read_metadata(file).get("adapter_sha256", expected) != expected:
+            raise UserError(
+                f"{file} was trained with another base, rank, alpha or targets than those in "
+                f"{self.path / 'config.yaml'}; restore that file"
+            )
+
     def load_run(self, device: torch.device, checkpoint: CheckpointName = "best", *, base: Path | None = None) -> Run:
         """Build the model with the run's weights, in evaluation mode, and return it with tokenizer and settings.
 
@@ -505,6 +530,7 @@ class RunFolder:
         chosen = self.choose_weights(checkpoint)
         model = self.build_model(base)
         load_weights(model, chosen.used.file)
+        self.check_adapter(chosen.used.file)
         if self.config.lora is not None:
             merge_lora(model)
         return Run(model.to(device).eval(), self.tokenizer, self.config, path=self.path, weights=chosen)
@@ -562,6 +588,13 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
 def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
     return json_digest(config.model.model_dump(mode="json", exclude={"attn_implementation"}))
+
+
+def adapter_digest(config: RunConfig) -> str | None:
+    """Return the sha256 of the base and the settings of an adapter, or None if the run is no adapter."""
+    if config.finetune is None or config.finetune.lora is None:
+        return None
+    return json_digest({"base": config.finetune.base_sha256, "lora": config.finetune.lora.model_dump(mode="json")})
 
 
 def weights_digest(run: Run, dtype: str) -> str:
@@ -623,8 +656,8 @@ def load(
 def load_adapter(base: Run, path: Path | str, *, checkpoint: CheckpointName = "best") -> Run:
     """Load an adapter (of `finetune` with `lora_rank`) beside the weights of a base that is loaded already.
 
-    The result is a run of its own, which shares the weights with the base: any number of adapters need them in memory
-    only once. Its outputs are those of `load(path)`, up to rounding, and take somewhat longer.
+    The result is a run of its own, which shares the weights with the base (see `PackedLinear` for copies of them on x86
+    processors). Its outputs are those of `load(path)`, up to rounding, and take somewhat longer.
 
     Args:
         base: the loaded base. It is not changed; the adapter must not outlive a change of its weights.
@@ -648,6 +681,7 @@ def load_adapter(base: Run, path: Path | str, *, checkpoint: CheckpointName = "b
     chosen = folder.choose_weights(checkpoint)
     model = folder.build_model(base.path)
     load_weights(model, chosen.used.file)
+    folder.check_adapter(chosen.used.file)
     model.requires_grad_(True)
     weights, own = base.model.state_dict(keep_vars=True), model.state_dict()
     shared = {name: weights[name.replace(".base_layer.", ".")] for name in own if ".lora_" not in name}

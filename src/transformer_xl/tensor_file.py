@@ -95,6 +95,15 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
+def contents_digest(path: Path) -> str:
+    """Return the sha256 of the tensors of a file written by `save_tensors`, without its metadata.
+
+    Raises:
+        UserError: the file is missing, truncated or altered.
+    """
+    return _digest(load_tensors(path)[0], {})
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a file written by `save_tensors`, from its header alone: the checksum is not verified.
 

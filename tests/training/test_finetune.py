@@ -225,11 +225,17 @@ def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:
 
 
 def test_run_killed_before_its_first_checkpoint_does_not_resume_from_random_weights(tmp_path: Path) -> None:
-    result = finetune(make_base(tmp_path), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
+    corpus = new_corpus(tmp_path)
+    result = finetune(make_base(tmp_path), corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
     folder = RunFolder.open(result.path)
     RunFolder.create(tmp_path / "killed", folder.config, folder.tokenizer)
-    with pytest.raises(UserError, match=r"contains no checkpoint; .* remove the folder and fine-tune anew"):
+    advice = "stopped before its first checkpoint: remove the folder and fine-tune anew"
+    with pytest.raises(UserError, match=f"contains no checkpoint; it was {advice}"):
         resume(tmp_path / "killed", **OPTIONS)
+    with pytest.raises(UserError, match=f"no weights yet; it was {advice}"):
+        load(tmp_path / "killed", device="cpu")
+    with pytest.raises(UserError, match=f"holds a run already; it was {advice}"):
+        finetune(tmp_path / "base", corpus, tmp_path / "killed", train=SHORT, **OPTIONS)
 
 
 def test_command_prints_what_was_gained_and_lost(tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
     resume(run, base=tmp_path / "moved", train={"max_steps": 7}, **OPTIONS)
     load(run, device="cpu")
     weights, metadata = load_tensors(tmp_path / "moved" / "model.safetensors")
+    shutil.rmtree(tmp_path / "moved" / "checkpoints")  # one of them has the same weights
     save_tensors(
         tmp_path / "moved" / "model.safetensors", {**weights, "softmax.bias": weights["softmax.bias"] + 1}, metadata
     )
@@ -225,6 +226,15 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
         assert (result.status, result.out) == (2, "")
         assert "is not what" in result.err
         assert "its checksum is another" in result.err
+
+
+def test_new_memory_lengths_of_the_base_do_not_change_its_checksum(tmp_path: Path) -> None:
+    """They are measured again when training ends, without a change of the weights."""
+    run = make_adapter(tmp_path)
+    expected_BTV, file = logits(load(run, device="cpu")), tmp_path / "base" / "model.safetensors"
+    weights, metadata = load_tensors(file)
+    save_tensors(file, weights, {**metadata, "memory_lengths": "{}"})
+    assert torch.equal(logits(load(run, device="cpu")), expected_BTV)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +256,10 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
         ({"tensors": {"another": torch.zeros(1)}}, "does not fit the settings"),
         ({"bytes": b"no header"}, "not a complete safetensors file"),
         ({"bytes": NESTED}, "not a complete safetensors file"),
-        ({"pipe": True}, "is not a file"),
+        ({"pipe": "adapter_model.safetensors"}, "is not a file"),
+        ({"pipe": "txl_tokenizer.json"}, "is not a file"),
+        ({"base_step": 10**400}, "base_step"),
+        ({"alpha": 3.5}, "was trained with another base, rank, alpha or targets than those in"),
         ({"values": torch.nan}, r"weights that are not finite \(at .*lora_A"),
         ({"dtype": torch.complex64}, r"weights of torch.complex64 \(at .*lora_A"),
     ],
@@ -263,9 +276,9 @@ def test_hostile_folder_is_refused(change: dict[str, Any], message: str, tmp_pat
             save_tensors(file, weights | tensors, metadata)
         case {"bytes": content}:
             file.write_bytes(content)
-        case {"pipe": True}:
-            file.unlink()
-            os.mkfifo(file)
+        case {"pipe": name}:
+            (run / name).unlink()
+            os.mkfifo(run / name)
         case {"values": value}:
             weights, metadata = load_tensors(file)
             save_tensors(file, {name: tensor.fill_(value) for name, tensor in weights.items()}, metadata)

@@ -22,7 +22,7 @@ from transformer_xl.config.model import (
     TransformerXLConfig,
 )
 from transformer_xl.config.other_names import OTHER_NAMES
-from transformer_xl.config.settings import Settings, UserError, check_settings, merge, nearest, read_yaml
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
 
 DEFAULT_RECIPE = "fast-small"
@@ -60,8 +60,8 @@ class FinetuneConfig(Settings):
     base: str
     """Folder of that run, as an absolute path."""
     base_sha256: str
-    """Checksum (sha256) of the file of the weights."""
-    base_step: int = Field(ge=0)
+    """Checksum (sha256) of the weights, without what their file says about them."""
+    base_step: int = Field(ge=0, le=INT32_MAX)
     """Number of training steps after which the base had these weights; 0 for converted ones."""
     kept_tokens: int | None = None
     """Number of tokens whose embeddings were taken over from another tokenizer; none: the tokenizer is the base's."""

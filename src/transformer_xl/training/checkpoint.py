@@ -191,8 +191,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         if path is None:
             advice = "start a new run with 'txl train --run DIR' (the weights of a converted or saved run are trained "
             advice += "further by 'txl finetune')"
-            if folder.config.finetune is not None and not (folder.path / folder.weights_name).exists():
-                advice = "it was stopped before the first one: remove the folder and fine-tune anew"
+            advice = folder.advice_if_stopped_early() or advice
             raise UserError(f"{folder.path / 'checkpoints'} contains no checkpoint; {advice}")
         record = CheckpointRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from transformer_xl.checkpoint_record import CheckpointName, file_digest
+from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import (
     FinetuneConfig,
     LoraConfig,
@@ -40,6 +40,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, check_run, load
+from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 from transformer_xl.training.callbacks import Callback
@@ -199,7 +200,7 @@ def finetune(
     used = base_run.weights.used
     record = {
         "base": str(base_run.path.resolve()),
-        "base_sha256": file_digest(used.file),
+        "base_sha256": contents_digest(used.file),
         "base_step": used.step,
         "kept_tokens": kept,
         "freeze": tuple(freeze),

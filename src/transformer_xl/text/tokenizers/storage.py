@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import as_user_error, write_json
+from transformer_xl.files import as_user_error, check_not_special, write_json
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
 from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
@@ -184,6 +184,7 @@ def read_json(path: Path, advice: str) -> Any:
     with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path}: missing, expected a JSON file; {advice}")
+        check_not_special(path)
         content = path.read_bytes()
     try:
         return json.loads(content)
