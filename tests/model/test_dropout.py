@@ -103,3 +103,14 @@ def test_native_dropout_keeps_what_is_no_number() -> None:
     torch.manual_seed(1)
     out = FastDropout(0.5, relu=True)(torch.full((1000,), float("nan")))
     assert 400 < out.isnan().sum() < 600
+
+
+@needs_native
+def test_native_dropout_draws_on_the_device_of_its_input() -> None:
+    with torch.device("meta"):  # a default device, on which the operator would compute nothing
+        out = FastDropout(0.5)(torch.ones(1000, device="cpu"))
+    assert set(out.tolist()) == {0.0, 2.0}
+
+
+def test_all_is_dropped_with_p_1() -> None:
+    assert not FastDropout(1.0)(torch.ones(10)).any()

@@ -377,3 +377,15 @@ def test_native_operators_pass_torch_s_checks():
     backward = (out_BTNH, lse_BNT, detached, valid_B, None, None, 0.0, 0)
     torch.library.opcheck(operators().attention_backward.default, backward, test_utils=checks)
     torch.library.opcheck(operators().attention_decode.default, (detached, valid_B, None, 0), test_utils=checks)
+    dropped = (detached[0], seed, 0.2, True, None)
+    torch.library.opcheck(operators().dropout.default, dropped, test_utils=checks)
+
+
+@needs_native
+def test_native_kernel_refuses_a_second_derivative():
+    """It would be 0 without an error, as the operator of the backward pass has no gradient."""
+    inputs = random_inputs(5, 7, None)
+    out_BTNH = KERNELS["native"].attend(inputs, AttentionMask(None), 0.0)
+    (first,) = torch.autograd.grad(out_BTNH.square().sum(), inputs.v_BSNH, create_graph=True)
+    with pytest.raises(RuntimeError, match="native attention has no second derivative"):
+        first.square().sum().backward()

@@ -212,3 +212,53 @@ def test_onednn_does_not_replace_torch_s_products_without_gradients() -> None:
     x, weight = torch.randn(5, 210), torch.randn(190, 210, requires_grad=True)
     with torch.no_grad(), matmul_library("onednn"):
         assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+@needs_packing
+def test_bias_of_any_layout_and_wrong_shapes_are_as_for_torch_s_linear() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(3, 128), torch.randn(64, 128, requires_grad=True)
+    with matmul_library("onednn"):
+        for bias in (torch.randn(64, 2)[:, 0], torch.full((1,), 0.5).expand(64), torch.randn(1)):
+            expected = F.linear(x, weight, bias)
+            torch.testing.assert_close(linear(x, weight, bias), expected, rtol=1e-4, atol=1e-4)
+        for wrong in ((x[:, 1:], None), (x, torch.zeros(63))):
+            with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|must match|expanded size"):
+                linear(wrong[0], weight, wrong[1])
+    packed = PackedLinear(512, 512)
+    with torch.no_grad():
+        packed(torch.zeros(2, 512))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            packed(torch.zeros(2, 511))
+
+
+@needs_packing
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.func.jvp imports
+def test_onednn_leaves_second_derivatives_and_transforms_to_torch() -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(7, 65), torch.randn(67, 65), torch.randn(67)]
+
+    def penalty(library: str) -> list[torch.Tensor]:
+        used = [tensor.clone().requires_grad_() for tensor in tensors]
+        with matmul_library(library):
+            first = torch.autograd.grad(linear(*used).square().sum(), used, create_graph=True)
+        return list(torch.autograd.grad(sum(one.square().sum() for one in first), used))
+
+    for onednn, blas in zip(penalty("onednn"), penalty("blas"), strict=True):
+        torch.testing.assert_close(onednn, blas, rtol=1e-4, atol=1e-2)
+    with matmul_library("onednn"):
+        gradients = torch.func.vmap(torch.func.grad(lambda x: linear(x, *tensors[1:]).sum()))(tensors[0])
+        torch.testing.assert_close(gradients, tensors[1].sum(0).expand(7, -1), rtol=1e-4, atol=1e-4)
+        _, tangent = torch.func.jvp(lambda x: linear(x, *tensors[1:]), (tensors[0],), (tensors[0],))
+    torch.testing.assert_close(tangent, tensors[0] @ tensors[1].T, rtol=1e-4, atol=1e-3)
+
+
+@needs_packing
+def test_onednn_keeps_no_input_of_frozen_weights() -> None:
+    x, saved = torch.randn(50, 210, requires_grad=True), []
+    with (
+        matmul_library("onednn"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        linear(x, torch.randn(190, 210))
+    assert [tensor.shape for tensor in saved] == [(190, 210)]

@@ -401,3 +401,13 @@ def test_other_calls_take_the_modules(calls):
             native(random_tokens(1, 1), memory)
     native(random_tokens(1, 1), native.initial_memory(1, LIMITS))
     assert not calls
+
+
+def test_changed_eps_is_read_anew(calls):
+    models, results = make_pair(), []
+    for model in models:
+        run(model, random_tokens(1, 2), model.inference_memory(1, LIMITS))
+        model.layers[0].feed_forward.norm.eps = 1.0
+        results.append(run(model, random_tokens(1, 5), model.inference_memory(1, LIMITS))[0])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+    assert len(calls) == 2 + 5

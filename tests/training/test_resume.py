@@ -143,6 +143,12 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
     assert trainer.matmul_library == whole.matmul_library == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole) != nats_of(different)
+    if first == "onednn":
+        monkeypatch.setattr("transformer_xl.training.trainer.packs", lambda _: False)
+        resumed = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
+        (warning,) = resumed.resume()
+        assert "trained with oneDNN's products, which are not available here" in warning
+        assert resumed.matmul_library == "blas"
 
 
 @needs_native
@@ -167,8 +173,12 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
     if first == "native":
         train_until(trainer := start(tmp_path / "other", corpus, model=model), 9)
         monkeypatch.setattr("transformer_xl.native.operators", lambda: None)
-        (warning,) = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume()
+        trainer = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU)
+        (warning,) = trainer.resume()
         assert "trained with native dropout, which is not available here" in warning
+        train_until(trainer, 12)  # the next checkpoint records what was used
+        assert trainer.dropout_kernel == "torch"
+        assert Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume() == []
 
 
 @needs_native

@@ -58,7 +58,7 @@ def linear_cross_entropy(hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, t
         dtype = torch.get_autocast_dtype(device_type)
         hidden_KE, weight_VE, bias_V = (tensor.to(dtype) for tensor in (hidden_KE, weight_VE, bias_V))
     with torch.autocast(device_type, enabled=False):
-        onednn = takes_onednn(hidden_KE, weight_VE)  # not within the function, where no gradients are computed
+        onednn = takes_onednn(hidden_KE, weight_VE, bias_V)  # not within the function, where no gradients are computed
         return _ChunkedCrossEntropy.apply(hidden_KE, weight_VE, bias_V, target_K, onednn)
 
 

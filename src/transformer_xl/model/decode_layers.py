@@ -48,6 +48,8 @@ class DecodableLayers:
     """u and w of each layer."""
     eps: list[float]
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
+    norms: list[tuple[nn.Module, float]]
+    """Those that have an eps, with it."""
     norm_first: bool
 
     def __reduce__(self) -> Any:
@@ -69,6 +71,7 @@ class DecodableLayers:
             and not any(map(_is_altered, self.modules))
             and all(weight.is_contiguous() for weight in self.weights)
             and [weight.dtype for weight in self.weights] == self.dtypes
+            and all(norm.eps == eps for norm, eps in self.norms)
         )
 
     def accept(self, dtype: torch.dtype) -> bool:
@@ -112,7 +115,7 @@ def find_decodable_layers(
         biases: those of each layer, or None where they are not learned.
         weights_version: the number of the model's weights.
     """
-    found = DecodableLayers(weights_version, [], [], [], [], [], [], False)
+    found = DecodableLayers(weights_version, [], [], [], [], [], [], [], False)
     for layer, pair in zip(layers, biases, strict=True):
         parts = None if pair is None else _parts(layer)
         if parts is None or pair is None:
@@ -123,6 +126,7 @@ def find_decodable_layers(
         found.weights.extend(weights)
         found.biases.extend([pair.content_NH, pair.position_NH])
         found.eps.extend(0.0 if isinstance(norm, nn.Identity) else float(norm.eps) for norm in norms)
+        found.norms.extend((norm, float(norm.eps)) for norm in norms if not isinstance(norm, nn.Identity))
     per_layer = len(found.weights) // len(found.position_keys)
     of_matrices = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer < _MATRICES}
     of_vectors = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer >= _MATRICES}

@@ -74,13 +74,13 @@ class FastDropout(nn.Module):
         """
         if not self.training or not self.p:
             return x.relu() if self.relu else x
-        if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
+        if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling() or self.p >= 1:
             x = x.relu() if self.relu else x
             if not self.variational:
                 return F.dropout(x, self.p)
             return x * F.dropout(torch.ones_like(x.narrow(token_dim, 0, 1)), self.p)
         is_native = _kernel.get() != "torch" and native.operators() is not None and x.dtype in _NATIVE_DTYPES
-        if is_native and not self.variational and self.p < 1:
+        if is_native and not self.variational:
             return _NativeDropout.apply(x, self.p, self.relu)
         return _Dropout.apply(x, self.p, self.relu, token_dim if self.variational else None)
 
@@ -148,7 +148,7 @@ class _NativeDropout(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, p: float, relu: bool) -> Tensor:  # pyrefly: ignore[bad-override]
-        ctx.p, ctx.relu, seed = p, relu, torch.randint(2**62, ())
+        ctx.p, ctx.relu, seed = p, relu, torch.randint(2**62, (), device=x.device)
         out = native.operators().dropout(x, seed, p, relu, None)
         ctx.save_for_backward(out if relu else seed)
         return out

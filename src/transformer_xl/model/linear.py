@@ -6,7 +6,9 @@ both. bfloat16 is always oneDNN's.
 - With gradients, `linear` takes oneDNN on AMD processors from Zen 5 on, whose units of 512 bits MKL does not use, and
   MKL elsewhere. Nothing is packed, as weights change in each step.
 - Without gradients, `PackedLinear` takes oneDNN everywhere, and packs a matrix once into the layout in which products
-  read it. A row of a result does not depend on the other rows, nor on the number of threads.
+  read it. A row of a result does not depend on the number of threads, and for inputs of at most 1,024 numbers not on
+  the other rows (a row of 1,536 numbers alone is summed in another order). Other products, as that of the softmax, stay
+  with torch.
 
 Shape suffixes: X any dimensions, R all of them as rows, I input width, O output width.
 """
@@ -25,7 +27,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
@@ -65,7 +66,7 @@ def matmul_library(library: MatmulLibrary) -> Iterator[None]:
         _library.reset(token)
 
 
-def takes_onednn(x_XI: Tensor, weight_OI: Tensor) -> bool:
+def takes_onednn(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
     """Return whether oneDNN multiplies an input and weights of this kind where gradients are computed."""
     return (
         x_XI.dtype == weight_OI.dtype == torch.float32
@@ -77,21 +78,32 @@ def takes_onednn(x_XI: Tensor, weight_OI: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and type(x_XI) in _PLAIN
         and type(weight_OI) in _PLAIN
+        # wrong shapes are left to torch, which says what is wrong
+        and x_XI.shape[-1] == weight_OI.shape[1]
+        and (bias_O is None or (bias_O.shape == weight_OI.shape[:1] and bias_O.dtype == torch.float32))
         and (_library.get() or fastest_matmul_library()) == "onednn"
         and packs(torch.float32)
+        and bool(torch.backends.mkldnn.enabled)
+        and not _is_transformed()
     )
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func or forward-mode differentiation is at work, for which `_OneDNNLinear` has no rules."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def linear(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, as `F.linear` does; where gradients are computed, by the fastest library."""
-    if takes_onednn(x_XI, weight_OI):
+    if takes_onednn(x_XI, weight_OI, bias_O):
         return _OneDNNLinear.apply(x_XI, weight_OI, bias_O)
     return F.linear(x_XI, weight_OI, bias_O)
 
 
 def multiply(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias by oneDNN, without a gradient; weights may be the transpose of a matrix."""
-    return _product()(x_XI, weight_OI, bias_O, "none", [], "")
+    # the operator takes no notice of a bias's strides
+    return _product()(x_XI, weight_OI, None if bias_O is None else bias_O.contiguous(), "none", [], "")
 
 
 def multiply_weight_gradient(x_RI: Tensor, dout_RO: Tensor) -> Tensor:
@@ -108,22 +120,24 @@ class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:  # pyrefly: ignore[bad-override]
-        ctx.save_for_backward(x_XI, weight_OI)
+        needs_dx, needs_dweight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_XI if needs_dweight else None, weight_OI if needs_dx else None)
         return multiply(x_XI, weight_OI, bias_O)
 
     @staticmethod
     @override
-    @once_differentiable
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, *grad_outputs: Any
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x_XI, weight_OI = ctx.saved_tensors
         dout_XO = grad_outputs[0]
-        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
-        dx_XI = multiply(dout_XO, weight_OI.t()) if needs_dx else None
         dout_RO = dout_XO.reshape(-1, dout_XO.shape[-1])
-        dweight_OI = multiply_weight_gradient(x_XI.reshape(-1, x_XI.shape[-1]), dout_RO) if needs_dweight else None
-        return dx_XI, dweight_OI, dout_RO.sum(0) if needs_dbias else None
+        dx_XI = dweight_OI = None
+        is_differentiated = torch.is_grad_enabled()  # the gradient of this gradient is wanted, which oneDNN's has not
+        if weight_OI is not None:
+            dx_XI = dout_XO @ weight_OI if is_differentiated else multiply(dout_XO, weight_OI.t())
+        if x_XI is not None:
+            x_RI = x_XI.reshape(-1, x_XI.shape[-1])
+            dweight_OI = dout_RO.t() @ x_RI if is_differentiated else multiply_weight_gradient(x_RI, dout_RO)
+        return dx_XI, dweight_OI, dout_RO.sum(0) if ctx.needs_input_grad[2] else None
 
 
 @dataclass(frozen=True)
@@ -166,6 +180,7 @@ class PackedLinear(nn.Linear):
             or any(memory.expired() for memory in packed.memory)
             or type(input) is not Tensor
             or not input.is_cpu
+            or input.shape[-1] != self.in_features
         ):
             if not self._can_pack(input, dtype):
                 return super().forward(input)
@@ -187,6 +202,7 @@ class PackedLinear(nn.Linear):
             and (dtype == weight.dtype or torch.is_autocast_enabled("cpu"))
             and input.numel() > 0
             and not weight.is_inference()  # torch does not count its changes
+            and input.shape[-1] == weight.shape[1]
             and packs(dtype)
         )
 

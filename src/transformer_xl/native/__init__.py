@@ -78,6 +78,7 @@ def _register() -> None:
     library.register_fake("transformer_xl_native::dropout", _same_shape)
     library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
+    library.register_autograd(f"{name}_backward", _refuse_second_derivative)
 
 
 def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
@@ -106,6 +107,10 @@ def _gradient_shapes(_dout: Tensor, _lse: Tensor, tensors: Sequence[Tensor], *_:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors, valid_B, first_key_BT, seed, ctx.dropout, ctx.num_clamped = inputs
     ctx.save_for_backward(output[1], valid_B, first_key_BT, seed, *tensors)
+
+
+def _refuse_second_derivative(*_: Any) -> None:
+    raise RuntimeError("native attention has no second derivative; use attn_implementation='reference' or 'sdpa'")
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import quoted, remove_leftovers
 from transformer_xl.model.dropout import DropoutKernel, FastDropout, fastest_dropout_kernel
 from transformer_xl.model.kernels import KERNELS, choose
-from transformer_xl.model.linear import MatmulLibrary
+from transformer_xl.model.linear import MatmulLibrary, packs
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -117,6 +117,7 @@ class Trainer:
         self.state = TrainerState()
         self._divergence = DivergenceDetector(corpus, config)
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
+        self._choose_products(self.matmul_library, self.dropout_kernel)
         # the last step, and its metrics, whose computation may be unfinished
         self._pending: tuple[int, Tensor] | None = None
         self._saved_state: TrainerState | None = None  # that of the newest checkpoint
@@ -140,6 +141,19 @@ class Trainer:
         """The implementation of dropout on a CPU in this run."""
         return self._train_step.dropout
 
+    def _choose_products(self, library: MatmulLibrary, dropout: DropoutKernel) -> None:
+        """Train with a library of matrix products and an implementation of dropout, if all processes have them.
+
+        The processes of a new run may prefer different ones; then those that every computer has are taken.
+        """
+        blas = self.world.any(library == "blas" or not packs(torch.float32))
+        torch_dropout = self.world.any(dropout == "torch" or fastest_dropout_kernel() == "torch")
+        self._train_step = replace(
+            self._train_step,
+            library="blas" if blas else "onednn",
+            dropout="torch" if torch_dropout else "native",
+        )
+
     def _choose_kernel(self) -> None:
         """Replace the setting `auto` by the fastest kernel that all processes have."""
         if self.attn_implementation == "auto":
@@ -159,7 +173,7 @@ class Trainer:
         Other attention kernels compute the same up to rounding, but draw other dropout masks, and so does the other
         implementation of dropout.
         """
-        self._train_step = replace(self._train_step, library=record.matmul_library, dropout=record.dropout_kernel)
+        self._choose_products(record.matmul_library, record.dropout_kernel)
         model, name, warnings = self.folder.config.model, record.attn_implementation, list[str]()
         if (
             name is not None
@@ -173,11 +187,16 @@ class Trainer:
                 f"the checkpoint was trained with the attention kernel {name}, which is not available here{reason}: "
                 f"training goes on with {self.attn_implementation}, not bit for bit as without the stop"
             )
-        has_dropout = any(isinstance(module, FastDropout) and module.p for module in self.model.modules())
-        if record.dropout_kernel == "native" != fastest_dropout_kernel() and has_dropout and self.device.type == "cpu":
+        has_dropout = any(isinstance(m, FastDropout) and m.p and not m.variational for m in self.model.modules())
+        if record.dropout_kernel == "native" != self.dropout_kernel and has_dropout and self.device.type == "cpu":
             warnings.append(
                 f"the checkpoint was trained with native dropout, which is not available here ({status().text}): "
                 "dropout masks will differ"
+            )
+        if record.matmul_library == "onednn" != self.matmul_library and self.device.type == "cpu":
+            warnings.append(
+                "the checkpoint was trained with oneDNN's products, which are not available here: training goes on "
+                "with torch's, not bit for bit as without the stop"
             )
         return warnings
 

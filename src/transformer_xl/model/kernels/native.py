@@ -34,7 +34,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     operators, needs_blocks = torch.ops.transformer_xl_native, torch.is_grad_enabled() or dropout
     if inputs.q_BTNH.shape[1] <= _DECODE_QUERIES and not needs_blocks and _is_stored_in_order(inputs):
         return operators.attention_decode(tensors, *keys, mask.num_clamped)
-    seed = torch.randint(2**62, ()) if dropout else None
+    seed = torch.randint(2**62, (), device=inputs.q_BTNH.device) if dropout else None
     return operators.attention(tensors, *keys, seed, dropout, mask.num_clamped)[0]
 
 
