@@ -127,6 +127,8 @@ def word_runs(folder: Path, **model: Any) -> tuple[Path, Corpus]:
         files = {split: folder / f"{name}-{split}.txt" for split in ("train", "valid")}
         prepare(**files, out=folder / name, tokenizer="word")
     train = {**TRAIN, "max_steps": 5, "segment_length": 5}
+    if model.get("architecture") == "al-rfou":
+        train["memory_length"] = 0
     run = train_run(None, folder / "old", folder / "base", model={**MODEL, **model}, train=train, **OPTIONS)
     return run.path, Corpus.open(folder / "new")
 
@@ -172,6 +174,24 @@ def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict
                 torch.testing.assert_close(new.model.state_dict()[name], tensor)
     assert [loss.text for loss in result.losses] == ["new"]
     assert result.losses[0].after < result.losses[0].before
+
+
+@pytest.mark.parametrize("num_words", [2, 9])  # fewer and more than the base has
+def test_auxiliary_losses_of_al_rfou_keep_the_rows_of_shared_words(num_words: int, tmp_path: Path) -> None:
+    base, _ = word_runs(tmp_path, architecture="al-rfou", intermediate_layer_losses=True, num_targets=2)
+    words = ["zebra", *["mat", "cat", "sat", "the", "emu", "yak", "gnu", "elk", "ape", "eel", "owl"][:num_words]]
+    (tmp_path / "zoo.txt").write_text("\n".join(" ".join(words) for _ in range(30)))
+    corpus = prepare(train=tmp_path / "zoo.txt", out=tmp_path / "zoo", tokenizer="word")
+    result = finetune(base, corpus, tmp_path / "tuned", replace_tokenizer=True, train=SHORT, **OPTIONS)
+    old_run = load(base, device="cpu")
+    new, old = first_weights(result.path), old_run.model.state_dict()
+    new_words, old_words = (run.tokenizer.to_json()["words"] for run in (result.run, old_run))
+    heads = [name for name in new if name.startswith(("next_heads.", "second_heads."))]
+    assert len(heads) == 6
+    for name in heads:
+        for index, word in enumerate(new_words):
+            expected = old[name][old_words.index(word)] if word in old_words else old[name].mean(0)
+            torch.testing.assert_close(new[name][index], expected)
 
 
 def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ _SCHEDULE = {
     "checkpoint_interval": 250,
 }
 _EVAL_TOKENS = 65_536
+# Names of weights with a row for each token: the softmax's biases, and the auxiliary losses of al-rfou.
+_ONE_ROW_PER_TOKEN = "softmax.bias", "next_heads.", "second_heads."
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
     "dropout",
@@ -332,16 +334,23 @@ def _first_weights(
     torch.manual_seed(config.train.seed)
     model = build_model(config.model)
     new = model.state_dict()
+    old_ids_V = torch.from_numpy(old_of_V)
     for name, tensor in new.items():
-        is_of_ids = name.startswith(("embedding.tables.", "softmax.tables.", "softmax.bias", "ngrams.tables."))
-        if not is_of_ids and name in weights:  # without some of the cutoffs, weights of the first clusters are left
+        if name.startswith(_ONE_ROW_PER_TOKEN):
+            tensor.copy_(_rows_of_tokens(weights[name], old_ids_V))
+        elif name in weights and not name.startswith(("embedding.tables.", "softmax.tables.", "ngrams.tables.")):
+            # without some of the cutoffs, weights of the first clusters are left
             tensor.copy_(weights[name][: len(tensor)] if tensor.ndim else weights[name])
-    old_ids = torch.from_numpy(old_of_V)
     for part, old_part in ((model.embedding, base.embedding), (model.softmax, base.softmax)):
-        _copy_rows(part, old_part, old_ids)
-    bias_V, old_bias_V = model.softmax.bias.data, weights["softmax.bias"]
-    bias_V.copy_(torch.where(old_ids >= 0, old_bias_V[old_ids.clamp(min=0)], old_bias_V.mean()))
+        _copy_rows(part, old_part, old_ids_V)
     return new
+
+
+def _rows_of_tokens(old: Tensor, old_ids_V: Tensor) -> Tensor:
+    """Return the rows of the same tokens, and the mean of all for tokens that the base lacks."""
+    is_known_V = old_ids_V >= 0
+    is_known = is_known_V[:, None] if old.ndim > 1 else is_known_V
+    return torch.where(is_known, old[old_ids_V.clamp(min=0)], old.mean(0))
 
 
 @torch.no_grad()
