@@ -4,22 +4,19 @@ The new run has its own optimizer, schedule and folder, and resumes as every run
 With another tokenizer, tokens that both have keep their embeddings and biases. With LoRA the run trains and stores an
 adapter, and the weights stay in the folder of the base.
 
-Shape suffixes: V tokens of the new vocabulary (or of a cluster), E embedding width.
+Shape suffix: V tokens of the new vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName, file_digest
@@ -32,17 +29,15 @@ from transformer_xl.config import (
     check_type,
     checked_names,
 )
-from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_path, quoted
-from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from transformer_xl.model.build import build_model
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
-from transformer_xl.progress import note, say
+from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.first_weights import first_weights
+from transformer_xl.training.text_losses import LOSS_TOKENS, TextLoss, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
@@ -66,9 +61,6 @@ _SCHEDULE = {
     "eval_interval": 250,
     "checkpoint_interval": 250,
 }
-_EVAL_TOKENS = 65_536
-# Names of weights with a row for each token: the softmax's biases, and the auxiliary losses of al-rfou.
-_ONE_ROW_PER_TOKEN = "softmax.bias", "next_heads.", "second_heads."
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
     "dropout",
@@ -86,19 +78,6 @@ _CHANGEABLE = (
     "attend_empty_memory",
     "attn_implementation",
 )
-
-
-@dataclass(frozen=True)
-class TextLoss:
-    """The loss of a text before and after fine-tuning, in nats per token of the run that scored it."""
-
-    text: str
-    """new, the corpus of the new run, or old, that of the base."""
-    split: str
-    """test, or valid without a test text."""
-    num_tokens: int
-    before: float
-    after: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,7 +194,7 @@ def finetune(
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
-    first = partial(_first_weights, base_run.model, old_of_V) if lora is None else None
+    first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
     overrides = {
         "model": model or {},
         "train": train or {},
@@ -227,7 +206,7 @@ def finetune(
     losses: tuple[TextLoss, ...] = ()
     if result.finished and result.rank == 0:
         log = say if progress else ignore
-        losses = _losses(base_run, opened, result.run, old_of_V, log)
+        losses = text_losses(base_run, opened, result.run, old_of_V, log)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     return FinetuneResult(**values, losses=losses, kept_tokens=kept)
 
@@ -300,7 +279,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
             f"{overrides['architecture']}; leave model.architecture out, or train a new model"
         )
     rate = config.train.learning_rate if config.corpus is not None else _CONVERTED_RATE
-    train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": _EVAL_TOKENS}
+    train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": LOSS_TOKENS}
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
@@ -316,90 +295,3 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
                 f"it out. Only these settings of the model may change: {free}"
             )
     return start
-
-
-def _first_weights(
-    base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig, _: Corpus
-) -> Mapping[str, Tensor]:
-    """Return the weights to begin with, by name.
-
-    Args:
-        base: the model of the base.
-        old_of_V: for each token its id in the base, or -1; None if the tokenizers are the same.
-        config: settings of the new run, whose seed determines weights that the base lacks.
-    """
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in base.state_dict().items()}
-    if old_of_V is None:
-        return weights
-    torch.manual_seed(config.train.seed)
-    model = build_model(config.model)
-    new = model.state_dict()
-    old_ids_V = torch.from_numpy(old_of_V)
-    for name, tensor in new.items():
-        if name.startswith(_ONE_ROW_PER_TOKEN):
-            tensor.copy_(_rows_of_tokens(weights[name], old_ids_V))
-        elif name in weights and not name.startswith(("embedding.tables.", "softmax.tables.", "ngrams.tables.")):
-            # without some of the cutoffs, weights of the first clusters are left
-            tensor.copy_(weights[name][: len(tensor)] if tensor.ndim else weights[name])
-    for part, old_part in ((model.embedding, base.embedding), (model.softmax, base.softmax)):
-        _copy_rows(part, old_part, old_ids_V)
-    return new
-
-
-def _rows_of_tokens(old: Tensor, old_ids_V: Tensor) -> Tensor:
-    """Return the rows of the same tokens, and the mean of all for tokens that the base lacks."""
-    is_known_V = old_ids_V >= 0
-    is_known = is_known_V[:, None] if old.ndim > 1 else is_known_V
-    return torch.where(is_known, old[old_ids_V.clamp(min=0)], old.mean(0))
-
-
-@torch.no_grad()
-def _copy_rows(
-    part: AdaptiveEmbedding | AdaptiveSoftmax, old_part: AdaptiveEmbedding | AdaptiveSoftmax, old_ids_V: Tensor
-) -> None:
-    """Fill the tables of a part of the model with the rows of the same tokens, and their mean for others.
-
-    A token that moves to a cluster of another width begins with the mean of its new cluster.
-    """
-    edges, old_edges = ((0, one.edges[-1]) if one.shared else one.edges for one in (part, old_part))
-    for index, (start, stop) in enumerate(pairwise(edges)):
-        if index >= len(part.tables):  # it uses the tables of the embedding
-            return
-        table_VE, old_table_VE = part.tables[index], old_part.tables[index]
-        old_V = old_ids_V[start:stop] - old_edges[index]
-        has_row_V = (old_V >= 0) & (old_V < len(old_table_VE)) & (old_ids_V[start:stop] >= 0)
-        rows_VE = old_table_VE[old_V.clamp(0, len(old_table_VE) - 1)]
-        table_VE.copy_(torch.where(has_row_V[:, None], rows_VE, old_table_VE.mean(0)))
-
-
-def _losses(
-    base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
-) -> tuple[TextLoss, ...]:
-    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
-    model = base.model
-    if old_of_V is not None:
-        model = build_model(tuned.config.model)
-        model.load_state_dict(dict(_first_weights(base.model, old_of_V, tuned.config, corpus)))
-    # with the settings and the memory length of the new run, so that the weights alone differ
-    start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
-    texts = [("new", corpus)]
-    unknown = "what was lost on the base's own text is unknown"
-    if base.config.corpus is None:
-        note(f"{unknown}: {base.path} does not record it", log)
-    elif old_of_V is not None:
-        note(f"{unknown}, as it has the tokens of another tokenizer", log)
-    else:
-        try:
-            old = base.open_corpus()
-            if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
-                texts.append(("old", old))
-        except UserError as error:
-            note(f"{unknown}: {error}", log)
-    losses: list[TextLoss] = []
-    for name, text in texts:
-        split = next((split for split in ("test", "valid") if split in text.splits), None)
-        if split is None:
-            continue
-        before, after = (evaluate(run, text.split(split), max_tokens=_EVAL_TOKENS) for run in (start, tuned))
-        losses.append(TextLoss(name, split, after.tokens, before.nats_per_token, after.nats_per_token))
-    return tuple(losses)

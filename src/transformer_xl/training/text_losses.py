@@ -1,0 +1,69 @@
+"""What fine-tuning gained on the new text and lost on the base's own: losses before and after.
+
+Shape suffix: V tokens of the new vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.model.build import build_model
+from transformer_xl.progress import note
+from transformer_xl.run_folder import Run
+from transformer_xl.text.token_store import Corpus
+from transformer_xl.training.first_weights import first_weights
+
+LOSS_TOKENS = 65_536
+"""Number of tokens of each text that are scored, from its start."""
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The loss of a text before and after fine-tuning, in nats per token of the run that scored it."""
+
+    text: str
+    """new, the corpus of the new run, or old, that of the base."""
+    split: str
+    """test, or valid without a test text."""
+    num_tokens: int
+    before: float
+    after: float
+
+
+def text_losses(
+    base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
+) -> tuple[TextLoss, ...]:
+    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
+    model = base.model
+    if old_of_V is not None:
+        model = build_model(tuned.config.model)
+        model.load_state_dict(dict(first_weights(base.model, old_of_V, tuned.config, corpus)))
+    # with the settings and the memory length of the new run, so that the weights alone differ
+    start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
+    texts = [("new", corpus)]
+    unknown = "what was lost on the base's own text is unknown"
+    if base.config.corpus is None:
+        note(f"{unknown}: {base.path} does not record it", log)
+    elif old_of_V is not None:
+        note(f"{unknown}, as it has the tokens of another tokenizer", log)
+    else:
+        try:
+            old = base.open_corpus()
+            if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
+                texts.append(("old", old))
+        except UserError as error:
+            note(f"{unknown}: {error}", log)
+    losses: list[TextLoss] = []
+    for name, text in texts:
+        split = next((split for split in ("test", "valid") if split in text.splits), None)
+        if split is None:
+            continue
+        before, after = (evaluate(run, text.split(split), max_tokens=LOSS_TOKENS) for run in (start, tuned))
+        losses.append(TextLoss(name, split, after.tokens, before.nats_per_token, after.nats_per_token))
+    return tuple(losses)
