@@ -37,10 +37,11 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.first_weights import first_weights
-from transformer_xl.training.text_losses import LOSS_TOKENS, TextLoss, text_losses
+from transformer_xl.training.text_losses import LOSS_TOKENS, TextLoss, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
+    complete_settings,
     corpus_folder,
     ignore,
     run_training,
@@ -154,8 +155,9 @@ def finetune(
         test text (validation text if there is none).
 
     Raises:
-        UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, a setting of
-            the model would change its weights, a pattern matches no parameter, or a reason that `train` lists.
+        UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, texts cannot
+            be scored with the settings of evaluation, a setting of the model would change its weights, a pattern
+            matches no parameter, or a reason that `train` lists.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     base_run = (
@@ -201,6 +203,7 @@ def finetune(
         "evaluation": evaluation or {},
         "finetune": record,
     }
+    check_evaluation(base_run, opened, complete_settings(settings, path, overrides, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), overrides, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
     losses: tuple[TextLoss, ...] = ()
