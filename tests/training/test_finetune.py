@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,33 @@ def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> Non
     shutil.rmtree(base)
     assert resume(tmp_path / "parts", **OPTIONS).finished
     assert_same_tensors(load(tmp_path / "parts", device="cpu").model, whole.run.model)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_resumed_run_ends_with_the_losses_of_one_that_was_not_stopped(replaced: bool, tmp_path: Path) -> None:
+    base, corpus = word_runs(tmp_path) if replaced else (make_base(tmp_path), new_corpus(tmp_path))
+    options = {"train": SHORT, "replace_tokenizer": replaced, **OPTIONS}
+    whole = finetune(base, corpus, tmp_path / "whole", **options)
+    finetune(base, corpus, tmp_path / "parts", callbacks=[StopAt(4)], **options)
+    assert whole.losses
+    result = txl("train", "--resume", str(tmp_path / "parts"), "--device", "cpu")
+    assert (result.status, "new text, valid" in result.out) == (0, True)
+    assert resume(tmp_path / "parts", **OPTIONS).losses == whole.losses  # no step is left
+
+
+@pytest.mark.parametrize("change", ["removed", "trained further"])
+def test_resumed_run_says_why_it_cannot_measure_what_was_gained(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    finetune(base, corpus, tmp_path / "tuned", callbacks=[StopAt(4)], train=SHORT, **OPTIONS)
+    if change == "removed":
+        shutil.rmtree(base)
+    else:
+        resume(base, train={"max_steps": 9}, **OPTIONS)
+    assert resume(tmp_path / "tuned", device="cpu").losses == ()
+    reason = "base: no such folder" if change == "removed" else "no longer has the weights of step 5"
+    assert re.search(f"what was gained and lost is unknown: .*{reason}", capsys.readouterr().err)
 
 
 def test_frozen_parameters_stay_and_all_others_change(tmp_path: Path) -> None:

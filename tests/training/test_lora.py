@@ -128,7 +128,10 @@ def test_stopped_adapter_resumes_bit_for_bit(tmp_path: Path) -> None:
     options = {"lora_dropout": 0.3, "lora_targets": ["q_proj", "down_proj"], "freeze": ["layers.0.*"]}
     whole = make_adapter(tmp_path, "whole", **options)
     make_adapter(tmp_path, "parts", callbacks=[StopAt(4)], **options)
-    assert resume(tmp_path / "parts", **OPTIONS).finished
+    resumed = resume(tmp_path / "parts", **OPTIONS)
+    assert resumed.finished
+    assert [loss.text for loss in resumed.losses] == ["new", "old"]
+    assert resumed.losses == resume(tmp_path / "whole", **OPTIONS).losses
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "parts" / name).read_bytes() == (whole / name).read_bytes()
     changed = {

@@ -34,10 +34,10 @@ from transformer_xl.model.lora import check_lora, lora_targets, require_peft
 from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import describe_difference, shared_tokens
+from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.first_weights import first_weights
-from transformer_xl.training.text_losses import LOSS_TOKENS, TextLoss, check_evaluation, text_losses
+from transformer_xl.training.first_weights import first_weights, old_ids
+from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
@@ -85,8 +85,6 @@ _CHANGEABLE = (
 class FinetuneResult(TrainResult):
     """The result of fine-tuning."""
 
-    losses: tuple[TextLoss, ...] = ()
-    """The loss of each text before and after; empty if training was stopped."""
     kept_tokens: int | None = None
     """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
 
@@ -122,7 +120,7 @@ def finetune(
 
     The settings are those of the base (the learning rate of a converted or saved run is 1e-4), with a schedule of 1000
     steps and validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the base
-    is not needed for that, except of an adapter.
+    is needed only of an adapter, and for the losses.
 
     Args:
         base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
@@ -206,12 +204,10 @@ def finetune(
     check_evaluation(base_run, opened, complete_settings(settings, path, overrides, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), overrides, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
-    losses: tuple[TextLoss, ...] = ()
-    if result.finished and result.rank == 0:
-        log = say if progress else ignore
-        losses = text_losses(base_run, opened, result.run, old_of_V, log)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
-    return FinetuneResult(**values, losses=losses, kept_tokens=kept)
+    if result.finished and result.rank == 0:
+        values["losses"] = text_losses(base_run, opened, result.run, say if progress else ignore)
+    return FinetuneResult(**values, kept_tokens=kept)
 
 
 def _lora(
@@ -263,7 +259,8 @@ def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArr
             f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
             f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
         )
-    old_of_V = shared_tokens(corpus.tokenizer, base.tokenizer)
+    old_of_V = old_ids(base, corpus)
+    assert old_of_V is not None
     if not (old_of_V >= 0).any():
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
     return old_of_V

@@ -17,10 +17,19 @@ from transformer_xl.config import RunConfig
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 
 # Names of weights with a row for each token: the softmax's biases, and the auxiliary losses of al-rfou.
 _ONE_ROW_PER_TOKEN = "softmax.bias", "next_heads.", "second_heads."
+
+
+def old_ids(base: Run, corpus: Corpus) -> npt.NDArray[np.int64] | None:
+    """Return for each token of a corpus its id in the base, or -1; None if the tokenizers are the same."""
+    if describe_difference(corpus.tokenizer, base.tokenizer) is None:
+        return None
+    return shared_tokens(corpus.tokenizer, base.tokenizer)
 
 
 def first_weights(

@@ -5,19 +5,20 @@ Shape suffix: V tokens of the new vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
+from transformer_xl.checkpoint_record import file_digest
 from transformer_xl.config import RunConfig, UserError
 from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
 from transformer_xl.model.build import build_model
 from transformer_xl.progress import note
-from transformer_xl.run_folder import Run
+from transformer_xl.run_folder import Run, RunFolder
 from transformer_xl.text.token_store import Corpus, TokenSplit
-from transformer_xl.training.first_weights import first_weights
+from transformer_xl.training.first_weights import first_weights, old_ids
 
 LOSS_TOKENS = 65_536
 """Number of tokens of each text that are scored, from its start."""
@@ -36,10 +37,49 @@ class TextLoss:
     after: float
 
 
-def text_losses(
-    base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
-) -> tuple[TextLoss, ...]:
-    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
+def losses_of_resumed(tuned: Run, log: Callable[[str], None]) -> tuple[TextLoss, ...]:
+    """Return the losses of the new and the old text of a fine-tuned run that was resumed and is finished.
+
+    If its base is no longer there, or was altered, there are none, and a note says why.
+    """
+    try:
+        return text_losses(_open_base(tuned), tuned.open_corpus(), tuned, log)
+    except UserError as error:
+        note(f"what was gained and lost is unknown: {error}", log)
+        return ()
+
+
+def _open_base(tuned: Run) -> Run:
+    """Load the base with the weights that fine-tuning began with; it may have moved with the run.
+
+    Raises:
+        UserError: it is not there or is damaged, or its weights are others.
+    """
+    finetune = tuned.config.finetune
+    assert finetune is not None
+    assert tuned.path is not None
+    folders = Path(finetune.base), tuned.path.parent / Path(finetune.base).name
+    folder = RunFolder.open(next((folder for folder in folders if folder.is_dir()), folders[0]))
+    chosen = folder.choose_weights()
+    for weights in (chosen.used, *chosen.others):
+        if file_digest(weights.file) == finetune.base_sha256:
+            return folder.load_run(torch.device("cpu"), weights.name)
+    raise UserError(
+        f"{folder.path} no longer has the weights of step {finetune.base_step:,} that fine-tuning began with; restore "
+        "them to measure it"
+    )
+
+
+def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None]) -> tuple[TextLoss, ...]:
+    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured.
+
+    Args:
+        base: the run that fine-tuning began with.
+        corpus: the corpus of the new run.
+        tuned: the new run.
+        log: prints a line for the user.
+    """
+    old_of_V = old_ids(base, corpus)
     model = base.model
     if old_of_V is not None:
         model = build_model(tuned.config.model)
