@@ -11,7 +11,7 @@ import pytest
 import torch
 from refusals import txl
 from tensors import assert_same_tensors
-from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, new_corpus
+from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, make_corpus, new_corpus
 
 from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
 from transformer_xl import train as train_run
@@ -102,6 +102,16 @@ def test_text_that_cannot_be_scored_after_training_is_a_note(
     result = finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **options)
     assert (result.finished, result.losses) == (True, ())
     assert "the loss of the new text is unknown: dynamic.learning-rate 1e+30" in capsys.readouterr().err
+
+
+def test_old_text_that_was_replaced_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    shutil.rmtree(tmp_path / "old")
+    make_corpus(tmp_path / "old", b"xyz" * 60, b"zyx" * 20)
+    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT, device="cpu")
+    assert [loss.text for loss in result.losses] == ["new"]
+    reason = "what was lost on the base's own text is unknown: .*old has another text now"
+    assert re.search(reason, capsys.readouterr().err)
 
 
 def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> None:

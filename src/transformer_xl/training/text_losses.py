@@ -95,6 +95,8 @@ def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None
     else:
         try:
             old = base.open_corpus()
+            if base.config.corpus.train_sha256 != old.record.splits["train"].sha256:
+                raise UserError(f"{old.path} has another text now")
             if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
                 texts.append(("old", old))
         except UserError as error:
