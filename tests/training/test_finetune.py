@@ -54,6 +54,27 @@ def test_settings_of_the_model_that_change_what_its_weights_mean_are_refused(tmp
     assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "shorter", "longer"),
+    [
+        ("shaw", {"segment_length": 4}, {}),
+        ("shaw", {"memory_length": 5}, {}),
+        ("al-rfou", {"segment_length": 4}, {"segment_length": 8}),
+    ],
+)
+def test_learned_positions_may_be_more_than_needed_and_not_fewer(
+    architecture: str, shorter: dict[str, int], longer: dict[str, int], tmp_path: Path
+) -> None:
+    base, corpus = make_base(tmp_path, architecture=architecture), new_corpus(tmp_path)
+    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT | shorter, **OPTIONS)
+    assert_same_tensors(first_weights(result.path), load(base, device="cpu").model.state_dict())
+    again = finetune(result.path, corpus, tmp_path / "again", train=SHORT, **OPTIONS)  # of its own settings
+    assert next(iter(shorter.items())) in again.run.config.train
+    if longer:
+        with pytest.raises(UserError, match="max_position_embeddings"):
+            finetune(base, corpus, tmp_path / "longer", train=SHORT | longer, **OPTIONS)
+
+
 def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     evaluation = {"memory_length": 3, "segment_length": 4, "softmax_temperature": 1.5}

@@ -108,12 +108,13 @@ class RunConfig(Settings):
     def _check_lengths(self) -> Self:
         model, train, evaluation = self.model, self.train, self.evaluation
         distances = train.num_inputs + train.memory_length
-        if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
+        is_drawn = self.finetune is None  # weights that were taken over may have more positions than are needed
+        if is_drawn and isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
                 f"model.max_relative_positions {model.max_relative_positions:,} is more than the number of distances; "
                 f"give {distances:,} (what a step of training reads, and train.memory_length) at most, or none"
             )
-        if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.num_inputs:
+        if is_drawn and isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.num_inputs:
             raise ValueError(
                 f"model.max_position_embeddings {model.max_position_embeddings:,} is more than the number of "
                 f"positions; give {train.num_inputs:,} (what a step of training reads) at most, or none"

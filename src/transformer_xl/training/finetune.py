@@ -190,7 +190,7 @@ def finetune(
     check_settings(FinetuneConfig, record, "finetune")
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
-    settings = _settings(base_run, opened, model or {})
+    settings = _settings(base_run, opened, model or {}, record)
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
@@ -266,8 +266,8 @@ def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArr
     return old_of_V
 
 
-def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
-    """Return the settings that fine-tuning starts from.
+def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides) -> RunConfig:
+    """Return the settings that fine-tuning starts from; `record` is what they say about it.
 
     Raises:
         UserError: `overrides` would change the weights or what they mean.
@@ -283,7 +283,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
-    settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": None}
+    settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": record}
     start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
     changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
     values = changed.model.model_dump()
