@@ -75,6 +75,16 @@ def test_learned_positions_may_be_more_than_needed_and_not_fewer(
             finetune(base, corpus, tmp_path / "longer", train=SHORT | longer, **OPTIONS)
 
 
+def test_rate_with_weight_averaging_is_that_of_the_new_run(tmp_path: Path) -> None:
+    """The recipe ptb has another learning rate while it averages."""
+    corpus = make_corpus(tmp_path / "old", b"abcdefgh" * 30)
+    train = {**TRAIN, "weight_average": "uniform", "average_start_step": 9, "average_learning_rate": 0.3}
+    base = train_run(None, corpus, tmp_path / "base", model=MODEL, train=train, **OPTIONS).path
+    given = SHORT | {"weight_average": "uniform", "learning_rate": 0.001}
+    result = finetune(base, new_corpus(tmp_path), tmp_path / "tuned", train=given, **OPTIONS)
+    assert result.run.config.train.average_learning_rate is None
+
+
 def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     evaluation = {"memory_length": 3, "segment_length": 4, "softmax_temperature": 1.5}

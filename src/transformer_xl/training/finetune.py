@@ -59,6 +59,7 @@ _SCHEDULE = {
     "segment_warmup_steps": 0,
     "weight_average": "none",
     "average_start_step": 0,
+    "average_learning_rate": None,
     "eval_interval": 250,
     "checkpoint_interval": 250,
 }
