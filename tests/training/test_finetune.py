@@ -70,6 +70,8 @@ def test_learned_positions_may_be_more_than_needed_and_not_fewer(
     assert_same_tensors(first_weights(result.path), load(base, device="cpu").model.state_dict())
     again = finetune(result.path, corpus, tmp_path / "again", train=SHORT, **OPTIONS)  # of its own settings
     assert next(iter(shorter.items())) in again.run.config.train
+    new = train_run(str(result.path), corpus, tmp_path / "new-model", train=SHORT, **OPTIONS)
+    assert new.run.model.num_parameters() < result.run.model.num_parameters()
     if longer:
         with pytest.raises(UserError, match="max_position_embeddings"):
             finetune(base, corpus, tmp_path / "longer", train=SHORT | longer, **OPTIONS)
