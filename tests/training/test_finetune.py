@@ -219,7 +219,13 @@ def test_each_layer_below_has_a_lower_rate(optimizer: str, tmp_path: Path) -> No
             torch.testing.assert_close(steps[0.5][name], factor * steps[1.0][name], rtol=1e-4, atol=1e-6)
 
 
-def test_saved_models_without_a_corpus_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
+def test_saved_runs_keep_their_rate(tmp_path: Path) -> None:
+    saved = save(load(make_base(tmp_path), device="cpu"), tmp_path / "saved")
+    result = finetune(saved, new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert result.run.config.train.learning_rate == 0.01
+
+
+def test_models_without_a_corpus_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
     base, corpus = load(make_base(tmp_path), device="cpu"), new_corpus(tmp_path)
     config = base.config.model_copy(update={"corpus": None})
     converted = save(Run(base.model, base.tokenizer, config), tmp_path / "converted")

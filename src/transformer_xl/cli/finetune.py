@@ -37,8 +37,9 @@ def finetune(
 ) -> int:
     """Train the weights of a run further on another corpus, as a new run.
 
-    Settings: those of the run (the learning rate of a converted run is 1e-4) with 1000 steps, replaced by flags. It
-    prints the loss of the new text and of the run's own before and after. 'txl train --resume' resumes it.
+    Settings: those of the run (the learning rate of a converted run or merged adapter is 1e-4) with 1000 steps,
+    replaced by flags. It prints the loss of the new text and of the run's own before and after. 'txl train --resume'
+    resumes it.
 
     Parameters
     ----------

@@ -71,6 +71,8 @@ class FinetuneConfig(Settings):
     """Factor between the learning rates of a layer and the layer above it; the last one has the full rate."""
     lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
     """The adapter that is trained in place of the weights, which stay in the folder of the base; none: the weights."""
+    merged: bool = Field(default=False, exclude_if=lambda value: not value)
+    """Whether an adapter was trained, and then merged into these weights."""
 
 
 class SettingsChange(Settings):
@@ -146,7 +148,7 @@ class RunConfig(Settings):
         """Return the settings of a run with whole weights, into which the adapter, if there is one, was merged."""
         if self.finetune is None or self.finetune.lora is None:
             return self
-        return self.model_copy(update={"finetune": self.finetune.model_copy(update={"lora": None})})
+        return self.model_copy(update={"finetune": self.finetune.model_copy(update={"lora": None, "merged": True})})
 
     def resolved(self) -> RunConfig:
         """Return the settings with the defaults that depend on training lengths filled in, as a run stores them."""

@@ -48,7 +48,7 @@ from transformer_xl.training.train import (
     start_run,
 )
 
-_CONVERTED_RATE = 1e-4  # of runs whose settings of training are not those that their weights were trained with
+_CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
     "max_steps": 1000,
@@ -119,9 +119,9 @@ def finetune(
 ) -> FinetuneResult:
     """Train the weights of a run further on another corpus, as a new run.
 
-    The settings are those of the base (the learning rate of a converted or saved run is 1e-4), with a schedule of 1000
-    steps and validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the base
-    is needed only of an adapter, and for the losses.
+    The settings are those of the base (the learning rate of a converted run and of an adapter, merged or not, is 1e-4),
+    with a schedule of 1000 steps and validation every 250, unless `train` says otherwise. `resume` continues the new
+    run bit for bit; the base is needed only of an adapter, and for the losses.
 
     Args:
         base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
@@ -279,7 +279,9 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
             f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
             f"{overrides['architecture']}; leave model.architecture out, or train a new model"
         )
-    rate = config.train.learning_rate if config.corpus is not None else _CONVERTED_RATE
+    is_of_adapter = config.finetune is not None and (config.finetune.lora is not None or config.finetune.merged)
+    is_own_rate = config.corpus is not None and not is_of_adapter
+    rate = config.train.learning_rate if is_own_rate else _CONVERTED_RATE
     train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": LOSS_TOKENS}
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
