@@ -36,7 +36,7 @@ from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.first_weights import first_weights, old_ids
+from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
 from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
@@ -173,17 +173,15 @@ def finetune(
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
     old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
-    kept = None if old_of_V is None else int((old_of_V >= 0).sum())
     base_run.model.check_no_adapter("fine-tuned")
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
-    if lora is not None and kept is not None:
+    if lora is not None and old_of_V is not None:
         raise UserError("an adapter has no embeddings for the tokens of another tokenizer; leave out lora_rank")
     used = base_run.weights.used
     record = {
         "base": str(base_run.path.resolve()),
         "base_sha256": file_digest(used.file),
         "base_step": used.step,
-        "kept_tokens": kept,
         "freeze": tuple(freeze),
         "layer_rate_decay": layer_rate_decay,
         "lora": lora,
@@ -192,6 +190,8 @@ def finetune(
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
     settings = _settings(base_run, opened, model or {}, record)
+    kept = None if old_of_V is None else num_kept(base_run, settings, old_of_V)
+    record["kept_tokens"] = kept
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's

@@ -32,6 +32,24 @@ def old_ids(base: Run, corpus: Corpus) -> npt.NDArray[np.int64] | None:
     return shared_tokens(corpus.tokenizer, base.tokenizer)
 
 
+def num_kept(base: Run, config: RunConfig, old_of_V: npt.NDArray[np.int64]) -> int:
+    """Return the number of tokens that keep their embeddings.
+
+    With div_val, those that stay in a cluster of the same width: the others begin with the mean of their new cluster.
+
+    Args:
+        base: the base.
+        config: settings of the new run.
+        old_of_V: for each token its id in the base, or -1.
+    """
+    is_kept_V = old_of_V >= 0
+    if config.model.div_val != 1:
+        edges, old_edges = config.model.cluster_boundaries, base.config.model.cluster_boundaries
+        cluster_V = np.searchsorted(edges[1:-1], np.arange(len(old_of_V)), side="right")
+        is_kept_V &= cluster_V == np.searchsorted(old_edges[1:-1], old_of_V, side="right")
+    return int(is_kept_V.sum())
+
+
 def first_weights(
     base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig, _: Corpus
 ) -> Mapping[str, Tensor]:
