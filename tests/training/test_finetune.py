@@ -17,6 +17,7 @@ from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, make_
 from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
 from transformer_xl import train as train_run
 from transformer_xl.config import ARCHITECTURES
+from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
@@ -333,6 +334,12 @@ def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None
         ({"freeze": ["layers.7.*"]}, r"freeze 'layers.7.\*' matches no parameter; .* embedding\*, .*layers.1\*"),
         ({"freeze": ["*"]}, r"freeze \* leaves no parameter to train"),
         ({"freeze": "embedding.*"}, "give a list of patterns"),
+        ({"freeze": None}, "freeze is None; give a list of patterns"),
+        ({"freeze": [1]}, r"freeze is \[1\]; give a list of patterns"),
+        ({"lora_rank": 2, "lora_targets": None}, "lora_targets is None; give a list of names"),
+        ({"model": [1]}, "model .*give a dict"),
+        ({"train": ["max_steps"]}, "train .*give a dict"),
+        ({"evaluation": 3}, "evaluation .*give a dict"),
         ({"layer_rate_decay": 0}, "layer_rate_decay"),
         ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
         ({"model": {"architecture": "lstm"}}, "is a transformer-xl, and fine-tuning cannot make it a lstm"),
@@ -351,6 +358,26 @@ def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str
     with pytest.raises(UserError, match=message):
         finetune(base, corpus, tmp_path / "tuned", **{"train": SHORT, **OPTIONS, **arguments})
     assert not (tmp_path / "tuned").exists()
+
+
+def test_weights_that_are_not_those_of_the_folder_are_refused(tmp_path: Path) -> None:
+    """The run would record them as what it began with."""
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    loaded = load(base, device="cpu")
+    with torch.no_grad():
+        loaded.model.softmax.bias += 1
+    message = r"other weights than .*base \(at softmax.bias\).* save it"
+    with pytest.raises(UserError, match=message):
+        finetune(loaded, corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert not (tmp_path / "tuned").exists()
+    finetune(load(base, device="cpu"), corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+
+
+def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    base = load(make_base(tmp_path), device="cpu")
+    with pytest.raises(UserError, match=r"8-bit weights .* cannot be fine-tuned; take the run"):
+        finetune(to_int8(base), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
 
 
 def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:

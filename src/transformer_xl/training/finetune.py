@@ -9,7 +9,7 @@ Shape suffix: V tokens of the new vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName, file_digest
@@ -124,7 +125,8 @@ def finetune(
     run bit for bit; the base is needed only of an adapter, and for the losses.
 
     Args:
-        base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
+        base: a run, trained here or converted, as a folder or loaded from one, with the weights that are stored there.
+            It is not changed.
         corpus: corpus to train on, or the folder that `txl prepare` created.
         run: new folder, or None for runs/CORPUS-BASE.
         replace_tokenizer: whether the corpus may have another tokenizer than the base. Tokens that both have keep
@@ -168,12 +170,17 @@ def finetune(
     if base_run.path is None or base_run.weights is None:
         raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
     check_type(replace_tokenizer, bool, "replace_tokenizer", "give True or False")
-    if isinstance(freeze, str) or not all(isinstance(pattern, str) for pattern in freeze):
-        raise UserError(f"freeze is {freeze!r}; give a list of patterns such as ['embedding.*']")
+    _check_names(freeze, "freeze", "give a list of patterns such as ['embedding.*']")
+    _check_names(lora_targets, "lora_targets", "give a list of names such as ['q_proj', 'v_proj']")
+    for name, overrides in (("model", model), ("train", train), ("evaluation", evaluation)):
+        check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
     old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
+    base_run.model.check_not_quantized("fine-tuned")
     base_run.model.check_no_adapter("fine-tuned")
+    if isinstance(base, Run):
+        _check_stored(base_run)
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
     if lora is not None and old_of_V is not None:
         raise UserError("an adapter has no embeddings for the tokens of another tokenizer; leave out lora_rank")
@@ -196,19 +203,42 @@ def finetune(
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
-    overrides = {
+    groups = {
         "model": model or {},
         "train": train or {},
         "evaluation": evaluation or {},
         "finetune": record,
     }
-    check_evaluation(base_run, opened, complete_settings(settings, path, overrides, ignore)[0])
-    start = partial(start_run, settings, path, as_path(run, "run"), overrides, first_weights=first)
+    check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
+    start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     if result.finished and result.rank == 0:
         values["losses"] = text_losses(base_run, opened, result.run, say if progress else ignore)
     return FinetuneResult(**values, kept_tokens=kept)
+
+
+def _check_names(names: object, argument: str, advice: str) -> None:
+    """Check that an argument is a list of names."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{argument} is {names!r}; {advice}")
+
+
+def _check_stored(base: Run) -> None:
+    """Check that a loaded run has the weights of its folder, which the new run records as those that it began with.
+
+    Raises:
+        UserError: they changed since they were loaded, in memory or in the folder.
+    """
+    assert base.path is not None
+    assert base.weights is not None
+    stored = load(base.path, device="cpu", checkpoint=base.weights.used.name).model.state_dict()
+    for name, weight in base.model.state_dict().items():
+        if not torch.equal(weight.to(stored[name]), stored[name]):
+            raise UserError(
+                f"the base has other weights than {base.path} (at {name}): they changed since they were loaded; save "
+                "it (save(run, PATH)) and give that folder, or load it again"
+            )
 
 
 def _lora(
@@ -231,8 +261,6 @@ def _lora(
             f"{base.path} is an adapter itself; merge it first (txl convert {quoted(base.path)} RUN), or fine-tune all "
             "its weights (without lora_rank)"
         )
-    if isinstance(targets, str) or not all(isinstance(target, str) for target in targets):
-        raise UserError(f"lora_targets is {targets!r}; give a list of names such as ['q_proj', 'v_proj']")
     require_peft()
     check_type(rank, int, "lora_rank", "give an integer")
     values = {
