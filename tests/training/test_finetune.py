@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from bisect import bisect
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 from refusals import txl
 from tensors import assert_same_tensors
-from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, new_corpus
+from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, make_corpus, new_corpus
 
 from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
 from transformer_xl import train as train_run
 from transformer_xl.config import ARCHITECTURES
+from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
@@ -53,6 +56,39 @@ def test_settings_of_the_model_that_change_what_its_weights_mean_are_refused(tmp
     assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "shorter", "longer"),
+    [
+        ("shaw", {"segment_length": 4}, {}),
+        ("shaw", {"memory_length": 5}, {}),
+        ("al-rfou", {"segment_length": 4}, {"segment_length": 8}),
+    ],
+)
+def test_learned_positions_may_be_more_than_needed_and_not_fewer(
+    architecture: str, shorter: dict[str, int], longer: dict[str, int], tmp_path: Path
+) -> None:
+    base, corpus = make_base(tmp_path, architecture=architecture), new_corpus(tmp_path)
+    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT | shorter, **OPTIONS)
+    assert_same_tensors(first_weights(result.path), load(base, device="cpu").model.state_dict())
+    again = finetune(result.path, corpus, tmp_path / "again", train=SHORT, **OPTIONS)  # of its own settings
+    assert next(iter(shorter.items())) in again.run.config.train
+    new = train_run(str(result.path), corpus, tmp_path / "new-model", train=SHORT, **OPTIONS)
+    assert new.run.model.num_parameters() < result.run.model.num_parameters()
+    if longer:
+        with pytest.raises(UserError, match="max_position_embeddings"):
+            finetune(base, corpus, tmp_path / "longer", train=SHORT | longer, **OPTIONS)
+
+
+def test_rate_with_weight_averaging_is_that_of_the_new_run(tmp_path: Path) -> None:
+    """The recipe ptb has another learning rate while it averages."""
+    corpus = make_corpus(tmp_path / "old", b"abcdefgh" * 30)
+    train = {**TRAIN, "weight_average": "uniform", "average_start_step": 9, "average_learning_rate": 0.3}
+    base = train_run(None, corpus, tmp_path / "base", model=MODEL, train=train, **OPTIONS).path
+    given = SHORT | {"weight_average": "uniform", "learning_rate": 0.001}
+    result = finetune(base, new_corpus(tmp_path), tmp_path / "tuned", train=given, **OPTIONS)
+    assert result.run.config.train.average_learning_rate is None
+
+
 def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     evaluation = {"memory_length": 3, "segment_length": 4, "softmax_temperature": 1.5}
@@ -60,6 +96,57 @@ def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: P
     for loss, text in zip(result.losses, (corpus, Corpus.open(tmp_path / "old")), strict=True):
         expected = evaluate(load(base, device="cpu"), text.split("valid"), **evaluation)
         assert loss.before == expected.nats_per_token
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "model", "message"),
+    [
+        ({"method": "sliding-window", "attention_window": 5}, {}, "sliding-window has no memory"),
+        ({"method": "dynamic", "batch_size": 2}, {}, "batch-size 2: method dynamic"),
+        ({"method": "dynamic", "warmup_tokens": 3}, {}, "leave out warmup-tokens"),
+        ({"softmax_temperature": 1.1}, {"cutoffs": (98, 110)}, "this model has cutoffs"),
+        ({"batch_size": 2}, {"architecture": "lstm"}, "the state of lstm depends on all"),
+    ],
+)
+def test_evaluation_that_cannot_work_is_refused_before_training(
+    evaluation: dict[str, Any], model: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base, corpus = make_base(tmp_path, **model), new_corpus(tmp_path)
+    with pytest.raises(UserError, match=message):
+        finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **OPTIONS)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_losses_of_method_dynamic_use_the_new_training_text(tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    evaluation = {"method": "dynamic"}
+    result = finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **OPTIONS)
+    train_split = corpus.split("train")
+    for loss, text in zip(result.losses, (corpus, Corpus.open(tmp_path / "old")), strict=True):
+        expected = evaluate(result.run, text.split("valid"), train_split=train_split)
+        assert loss.after == expected.nats_per_token
+
+
+def test_text_that_cannot_be_scored_after_training_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rate of method dynamic is too high, which shows only when the text is read."""
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    evaluation = {"method": "dynamic", "dynamic": {"optimizer": "sgd", "learning_rate": 1e30}}
+    options = {**OPTIONS, "progress": True}
+    result = finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **options)
+    assert (result.finished, result.losses) == (True, ())
+    assert "the loss of the new text is unknown: dynamic.learning-rate 1e+30" in capsys.readouterr().err
+
+
+def test_old_text_that_was_replaced_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    shutil.rmtree(tmp_path / "old")
+    make_corpus(tmp_path / "old", b"xyz" * 60, b"zyx" * 20)
+    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT, device="cpu")
+    assert [loss.text for loss in result.losses] == ["new"]
+    reason = "what was lost on the base's own text is unknown: .*old has another text now"
+    assert re.search(reason, capsys.readouterr().err)
 
 
 def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> None:
@@ -71,6 +158,33 @@ def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> Non
     shutil.rmtree(base)
     assert resume(tmp_path / "parts", **OPTIONS).finished
     assert_same_tensors(load(tmp_path / "parts", device="cpu").model, whole.run.model)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_resumed_run_ends_with_the_losses_of_one_that_was_not_stopped(replaced: bool, tmp_path: Path) -> None:
+    base, corpus = word_runs(tmp_path) if replaced else (make_base(tmp_path), new_corpus(tmp_path))
+    options = {"train": SHORT, "replace_tokenizer": replaced, **OPTIONS}
+    whole = finetune(base, corpus, tmp_path / "whole", **options)
+    finetune(base, corpus, tmp_path / "parts", callbacks=[StopAt(4)], **options)
+    assert whole.losses
+    result = txl("train", "--resume", str(tmp_path / "parts"), "--device", "cpu")
+    assert (result.status, "new text, valid" in result.out) == (0, True)
+    assert resume(tmp_path / "parts", **OPTIONS).losses == whole.losses  # no step is left
+
+
+@pytest.mark.parametrize("change", ["removed", "trained further"])
+def test_resumed_run_says_why_it_cannot_measure_what_was_gained(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    finetune(base, corpus, tmp_path / "tuned", callbacks=[StopAt(4)], train=SHORT, **OPTIONS)
+    if change == "removed":
+        shutil.rmtree(base)
+    else:
+        resume(base, train={"max_steps": 9}, **OPTIONS)
+    assert resume(tmp_path / "tuned", device="cpu").losses == ()
+    reason = "base: no such folder" if change == "removed" else "no longer has the weights of step 5"
+    assert re.search(f"what was gained and lost is unknown: .*{reason}", capsys.readouterr().err)
 
 
 def test_frozen_parameters_stay_and_all_others_change(tmp_path: Path) -> None:
@@ -107,7 +221,13 @@ def test_each_layer_below_has_a_lower_rate(optimizer: str, tmp_path: Path) -> No
             torch.testing.assert_close(steps[0.5][name], factor * steps[1.0][name], rtol=1e-4, atol=1e-6)
 
 
-def test_saved_models_without_a_corpus_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
+def test_saved_runs_keep_their_rate(tmp_path: Path) -> None:
+    saved = save(load(make_base(tmp_path), device="cpu"), tmp_path / "saved")
+    result = finetune(saved, new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert result.run.config.train.learning_rate == 0.01
+
+
+def test_models_without_a_corpus_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
     base, corpus = load(make_base(tmp_path), device="cpu"), new_corpus(tmp_path)
     config = base.config.model_copy(update={"corpus": None})
     converted = save(Run(base.model, base.tokenizer, config), tmp_path / "converted")
@@ -127,6 +247,8 @@ def word_runs(folder: Path, **model: Any) -> tuple[Path, Corpus]:
         files = {split: folder / f"{name}-{split}.txt" for split in ("train", "valid")}
         prepare(**files, out=folder / name, tokenizer="word")
     train = {**TRAIN, "max_steps": 5, "segment_length": 5}
+    if model.get("architecture") == "al-rfou":
+        train["memory_length"] = 0
     run = train_run(None, folder / "old", folder / "base", model={**MODEL, **model}, train=train, **OPTIONS)
     return run.path, Corpus.open(folder / "new")
 
@@ -148,7 +270,11 @@ def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict
     old_words, new_words = old_run.tokenizer.to_json()["words"], new.tokenizer.to_json()["words"]
     shared = [word for word in new_words if word in old_words]
     assert 3 < len(shared) < len(new_words)
-    assert result.kept_tokens == len(shared) == result.run.config.finetune.kept_tokens
+    cutoffs = model.get("cutoffs", ()) if "div_val" in model else ()
+    clusters = [[bisect(cutoffs, words.index(word)) for words in (new_words, old_words)] for word in shared]
+    num_moved = sum(cluster != old_cluster for cluster, old_cluster in clusters)
+    assert (num_moved > 0) == ("div_val" in model)
+    assert result.kept_tokens == len(shared) - num_moved == new.config.finetune.kept_tokens
     new.model.load_state_dict(first_weights(result.path))
     with torch.no_grad():
         for word in new_words:
@@ -174,6 +300,24 @@ def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict
     assert result.losses[0].after < result.losses[0].before
 
 
+@pytest.mark.parametrize("num_words", [2, 9])  # fewer and more than the base has
+def test_auxiliary_losses_of_al_rfou_keep_the_rows_of_shared_words(num_words: int, tmp_path: Path) -> None:
+    base, _ = word_runs(tmp_path, architecture="al-rfou", intermediate_layer_losses=True, num_targets=2)
+    words = ["zebra", *["mat", "cat", "sat", "the", "emu", "yak", "gnu", "elk", "ape", "eel", "owl"][:num_words]]
+    (tmp_path / "zoo.txt").write_text("\n".join(" ".join(words) for _ in range(30)))
+    corpus = prepare(train=tmp_path / "zoo.txt", out=tmp_path / "zoo", tokenizer="word")
+    result = finetune(base, corpus, tmp_path / "tuned", replace_tokenizer=True, train=SHORT, **OPTIONS)
+    old_run = load(base, device="cpu")
+    new, old = first_weights(result.path), old_run.model.state_dict()
+    new_words, old_words = (run.tokenizer.to_json()["words"] for run in (result.run, old_run))
+    heads = [name for name in new if name.startswith(("next_heads.", "second_heads."))]
+    assert len(heads) == 6
+    for name in heads:
+        for index, word in enumerate(new_words):
+            expected = old[name][old_words.index(word)] if word in old_words else old[name].mean(0)
+            torch.testing.assert_close(new[name][index], expected)
+
+
 def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None:
     base, _ = word_runs(tmp_path, cutoffs=(4, 7))
     (tmp_path / "small.txt").write_text("the cat sat on\n" * 30)
@@ -190,6 +334,12 @@ def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None
         ({"freeze": ["layers.7.*"]}, r"freeze 'layers.7.\*' matches no parameter; .* embedding\*, .*layers.1\*"),
         ({"freeze": ["*"]}, r"freeze \* leaves no parameter to train"),
         ({"freeze": "embedding.*"}, "give a list of patterns"),
+        ({"freeze": None}, "freeze is None; give a list of patterns"),
+        ({"freeze": [1]}, r"freeze is \[1\]; give a list of patterns"),
+        ({"lora_rank": 2, "lora_targets": None}, "lora_targets is None; give a list of names"),
+        ({"model": [1]}, "model .*give a dict"),
+        ({"train": ["max_steps"]}, "train .*give a dict"),
+        ({"evaluation": 3}, "evaluation .*give a dict"),
         ({"layer_rate_decay": 0}, "layer_rate_decay"),
         ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
         ({"model": {"architecture": "lstm"}}, "is a transformer-xl, and fine-tuning cannot make it a lstm"),
@@ -208,6 +358,26 @@ def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str
     with pytest.raises(UserError, match=message):
         finetune(base, corpus, tmp_path / "tuned", **{"train": SHORT, **OPTIONS, **arguments})
     assert not (tmp_path / "tuned").exists()
+
+
+def test_weights_that_are_not_those_of_the_folder_are_refused(tmp_path: Path) -> None:
+    """The run would record them as what it began with."""
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    loaded = load(base, device="cpu")
+    with torch.no_grad():
+        loaded.model.softmax.bias += 1
+    message = r"other weights than .*base \(at softmax.bias\).* save it"
+    with pytest.raises(UserError, match=message):
+        finetune(loaded, corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert not (tmp_path / "tuned").exists()
+    finetune(load(base, device="cpu"), corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+
+
+def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    base = load(make_base(tmp_path), device="cpu")
+    with pytest.raises(UserError, match=r"8-bit weights .* cannot be fine-tuned; take the run"):
+        finetune(to_int8(base), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
 
 
 def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:

@@ -124,11 +124,23 @@ def test_merged_adapter_equals_the_one_beside_the_weights(tmp_path: Path) -> Non
         assert whole.config.finetune.base == str(tmp_path / "base")
 
 
+def test_weights_of_an_adapter_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
+    """That of the adapter is meant for two small matrices."""
+    adapter = make_adapter(tmp_path)
+    convert(adapter, tmp_path / "whole")
+    for base in (adapter, tmp_path / "whole"):
+        result = finetune(base, tmp_path / "new", tmp_path / f"{base.name}-again", train=SHORT, **OPTIONS)
+        assert result.run.config.train.learning_rate == 1e-4
+
+
 def test_stopped_adapter_resumes_bit_for_bit(tmp_path: Path) -> None:
     options = {"lora_dropout": 0.3, "lora_targets": ["q_proj", "down_proj"], "freeze": ["layers.0.*"]}
     whole = make_adapter(tmp_path, "whole", **options)
     make_adapter(tmp_path, "parts", callbacks=[StopAt(4)], **options)
-    assert resume(tmp_path / "parts", **OPTIONS).finished
+    resumed = resume(tmp_path / "parts", **OPTIONS)
+    assert resumed.finished
+    assert [loss.text for loss in resumed.losses] == ["new", "old"]
+    assert resumed.losses == resume(tmp_path / "whole", **OPTIONS).losses
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "parts" / name).read_bytes() == (whole / name).read_bytes()
     changed = {

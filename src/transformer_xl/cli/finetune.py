@@ -5,17 +5,14 @@ from __future__ import annotations
 import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.output import print_json
 from transformer_xl.cli.train import print_result, result_values
-
-if TYPE_CHECKING:
-    from transformer_xl.training.finetune import FinetuneResult
 
 
 def finetune(
@@ -40,8 +37,9 @@ def finetune(
 ) -> int:
     """Train the weights of a run further on another corpus, as a new run.
 
-    Settings: those of the run (the learning rate of a converted run is 1e-4) with 1000 steps, replaced by flags. It
-    prints the loss of the new text and of the run's own before and after. 'txl train --resume' resumes it.
+    Settings: those of the run (the learning rate of a converted run or merged adapter is 1e-4) with 1000 steps,
+    replaced by flags. It prints the loss of the new text and of the run's own before and after. 'txl train --resume'
+    resumes it.
 
     Parameters
     ----------
@@ -77,25 +75,9 @@ def finetune(
     options["lora_targets"] = () if lora_targets is None else lora_targets.split(",")
     result = training.finetune(base, corpus, run, **options)
     if result.rank == 0:
-        _print_result(result, as_json=json)
+        if json:
+            losses = [asdict(loss) for loss in result.losses]  # also those of a stopped run: none
+            print_json({**result_values(result), "kept_tokens": result.kept_tokens, "losses": losses})
+        else:
+            print_result(result, as_json=False)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
-
-
-def _print_result(result: FinetuneResult, *, as_json: bool) -> None:
-    if as_json:
-        losses = [asdict(loss) for loss in result.losses]
-        print_json({**result_values(result), "kept_tokens": result.kept_tokens, "losses": losses})
-        return
-    rows = [
-        [
-            f"{loss.text} text, {loss.split}",
-            f"{loss.num_tokens:,}",
-            f"{loss.before:.4f}",
-            f"{loss.after:.4f}",
-            f"{'gained' if loss.after <= loss.before else 'lost'} {abs(loss.after - loss.before):.4f}",
-        ]
-        for loss in result.losses
-    ]
-    if rows:
-        print_table("nats per token", ["text", "tokens", "before", "after", "change"], rows)
-    print_result(result, as_json=False)

@@ -136,6 +136,7 @@ def print_result(result: TrainResult, *, as_json: bool) -> None:
     if as_json:
         print_json(result_values(result))
     elif result.finished:
+        _print_losses(result)
         valid = (
             f", best validation loss {best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})"
             if best
@@ -143,6 +144,22 @@ def print_result(result: TrainResult, *, as_json: bool) -> None:
         )
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
         print(f"next: txl evaluate {quoted(result.path)}")
+
+
+def _print_losses(result: TrainResult) -> None:
+    """Print what a run of fine-tuning gained on the new text and lost on that of its base."""
+    rows = [
+        [
+            f"{loss.text} text, {loss.split}",
+            f"{loss.num_tokens:,}",
+            f"{loss.before:.4f}",
+            f"{loss.after:.4f}",
+            f"{'gained' if loss.after <= loss.before else 'lost'} {abs(loss.after - loss.before):.4f}",
+        ]
+        for loss in result.losses
+    ]
+    if rows:
+        print_table("nats per token", ["text", "tokens", "before", "after", "change"], rows)
 
 
 def result_values(result: TrainResult) -> dict[str, Any]:
@@ -157,4 +174,5 @@ def result_values(result: TrainResult) -> dict[str, Any]:
         "best_valid_nats_per_token": result.best_nats_per_token,
         **RunFolder.open(result.path).choose_weights().as_dict(),
         "seconds": result.seconds,
+        **({"losses": [asdict(loss) for loss in result.losses]} if result.losses else {}),
     }

@@ -71,6 +71,8 @@ class FinetuneConfig(Settings):
     """Factor between the learning rates of a layer and the layer above it; the last one has the full rate."""
     lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
     """The adapter that is trained in place of the weights, which stay in the folder of the base; none: the weights."""
+    merged: bool = Field(default=False, exclude_if=lambda value: not value)
+    """Whether an adapter was trained, and then merged into these weights."""
 
 
 class SettingsChange(Settings):
@@ -108,12 +110,13 @@ class RunConfig(Settings):
     def _check_lengths(self) -> Self:
         model, train, evaluation = self.model, self.train, self.evaluation
         distances = train.num_inputs + train.memory_length
-        if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
+        is_drawn = self.finetune is None  # weights that were taken over may have more positions than are needed
+        if is_drawn and isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
                 f"model.max_relative_positions {model.max_relative_positions:,} is more than the number of distances; "
                 f"give {distances:,} (what a step of training reads, and train.memory_length) at most, or none"
             )
-        if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.num_inputs:
+        if is_drawn and isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.num_inputs:
             raise ValueError(
                 f"model.max_position_embeddings {model.max_position_embeddings:,} is more than the number of "
                 f"positions; give {train.num_inputs:,} (what a step of training reads) at most, or none"
@@ -145,7 +148,7 @@ class RunConfig(Settings):
         """Return the settings of a run with whole weights, into which the adapter, if there is one, was merged."""
         if self.finetune is None or self.finetune.lora is None:
             return self
-        return self.model_copy(update={"finetune": self.finetune.model_copy(update={"lora": None})})
+        return self.model_copy(update={"finetune": self.finetune.model_copy(update={"lora": None, "merged": True})})
 
     def resolved(self) -> RunConfig:
         """Return the settings with the defaults that depend on training lengths filled in, as a run stores them."""
@@ -332,6 +335,9 @@ def load_recipe(name: str) -> Recipe:
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})
+        if run.finetune is not None:  # a new model needs no more positions than training reads
+            for name in ("max_relative_positions", "max_position_embeddings"):
+                settings["model"].pop(name, None)
         values = {"title": f"settings of the run {name}", "source": name, **settings}
     values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     check_settings(_CheckedRecipe, values, f"recipe {name}")

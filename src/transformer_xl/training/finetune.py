@@ -4,22 +4,20 @@ The new run has its own optimizer, schedule and folder, and resumes as every run
 With another tokenizer, tokens that both have keep their embeddings and biases. With LoRA the run trains and stores an
 adapter, and the weights stay in the folder of the base.
 
-Shape suffixes: V tokens of the new vocabulary (or of a cluster), E embedding width.
+Shape suffix: V tokens of the new vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName
@@ -32,28 +30,27 @@ from transformer_xl.config import (
     check_type,
     checked_names,
 )
-from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_path, quoted
-from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from transformer_xl.model.build import build_model
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
-from transformer_xl.progress import note, say
+from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import describe_difference, shared_tokens
+from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
+from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
+    complete_settings,
     corpus_folder,
     ignore,
     run_training,
     start_run,
 )
 
-_CONVERTED_RATE = 1e-4  # of runs whose settings of training are not those that their weights were trained with
+_CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
     "max_steps": 1000,
@@ -64,10 +61,10 @@ _SCHEDULE = {
     "segment_warmup_steps": 0,
     "weight_average": "none",
     "average_start_step": 0,
+    "average_learning_rate": None,
     "eval_interval": 250,
     "checkpoint_interval": 250,
 }
-_EVAL_TOKENS = 65_536
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
     "dropout",
@@ -87,25 +84,10 @@ _CHANGEABLE = (
 )
 
 
-@dataclass(frozen=True)
-class TextLoss:
-    """The loss of a text before and after fine-tuning, in nats per token of the run that scored it."""
-
-    text: str
-    """new, the corpus of the new run, or old, that of the base."""
-    split: str
-    """test, or valid without a test text."""
-    num_tokens: int
-    before: float
-    after: float
-
-
 @dataclass(frozen=True, repr=False)
 class FinetuneResult(TrainResult):
     """The result of fine-tuning."""
 
-    losses: tuple[TextLoss, ...] = ()
-    """The loss of each text before and after; empty if training was stopped."""
     kept_tokens: int | None = None
     """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
 
@@ -139,12 +121,13 @@ def finetune(
 ) -> FinetuneResult:
     """Train the weights of a run further on another corpus, as a new run.
 
-    The settings are those of the base (the learning rate of a converted or saved run is 1e-4), with a schedule of 1000
-    steps and validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the base
-    is not needed for that, except of an adapter.
+    The settings are those of the base (the learning rate of a converted run and of an adapter, merged or not, is 1e-4),
+    with a schedule of 1000 steps and validation every 250, unless `train` says otherwise. `resume` continues the new
+    run bit for bit; the base is needed only of an adapter, and for the losses.
 
     Args:
-        base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
+        base: a run, trained here or converted, as a folder or loaded from one, with the weights that are stored there.
+            It is not changed.
         corpus: corpus to train on, or the folder that `txl prepare` created.
         run: new folder, or None for runs/CORPUS-BASE.
         replace_tokenizer: whether the corpus may have another tokenizer than the base. Tokens that both have keep
@@ -174,8 +157,9 @@ def finetune(
         test text (validation text if there is none).
 
     Raises:
-        UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, a setting of
-            the model would change its weights, a pattern matches no parameter, or a reason that `train` lists.
+        UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, texts cannot
+            be scored with the settings of evaluation, a setting of the model would change its weights, a pattern
+            matches no parameter, or a reason that `train` lists.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     base_run = (
@@ -187,22 +171,25 @@ def finetune(
     if base_run.path is None or base_run.weights is None:
         raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
     check_type(replace_tokenizer, bool, "replace_tokenizer", "give True or False")
-    if isinstance(freeze, str) or not all(isinstance(pattern, str) for pattern in freeze):
-        raise UserError(f"freeze is {freeze!r}; give a list of patterns such as ['embedding.*']")
+    _check_names(freeze, "freeze", "give a list of patterns such as ['embedding.*']")
+    _check_names(lora_targets, "lora_targets", "give a list of names such as ['q_proj', 'v_proj']")
+    for name, overrides in (("model", model), ("train", train), ("evaluation", evaluation)):
+        check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
     old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
-    kept = None if old_of_V is None else int((old_of_V >= 0).sum())
+    base_run.model.check_not_quantized("fine-tuned")
     base_run.model.check_no_adapter("fine-tuned")
+    if isinstance(base, Run):
+        _check_stored(base_run)
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
-    if lora is not None and kept is not None:
+    if lora is not None and old_of_V is not None:
         raise UserError("an adapter has no embeddings for the tokens of another tokenizer; leave out lora_rank")
     used = base_run.weights.used
     record = {
         "base": str(base_run.path.resolve()),
         "base_sha256": contents_digest(used.file),
         "base_step": used.step,
-        "kept_tokens": kept,
         "freeze": tuple(freeze),
         "layer_rate_decay": layer_rate_decay,
         "lora": lora,
@@ -210,25 +197,49 @@ def finetune(
     check_settings(FinetuneConfig, record, "finetune")
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
-    settings = _settings(base_run, opened, model or {})
+    settings = _settings(base_run, opened, model or {}, record)
+    kept = None if old_of_V is None else num_kept(base_run, settings, old_of_V)
+    record["kept_tokens"] = kept
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
-    first = partial(_first_weights, base_run.model, old_of_V) if lora is None else None
-    overrides = {
+    first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
+    groups = {
         "model": model or {},
         "train": train or {},
         "evaluation": evaluation or {},
         "finetune": record,
     }
-    start = partial(start_run, settings, path, as_path(run, "run"), overrides, first_weights=first)
+    check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
+    start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
-    losses: tuple[TextLoss, ...] = ()
-    if result.finished and result.rank == 0:
-        log = say if progress else ignore
-        losses = _losses(base_run, opened, result.run, old_of_V, log)
     values = {field.name: getattr(result, field.name) for field in fields(result)}
-    return FinetuneResult(**values, losses=losses, kept_tokens=kept)
+    if result.finished and result.rank == 0:
+        values["losses"] = text_losses(base_run, opened, result.run, say if progress else ignore)
+    return FinetuneResult(**values, kept_tokens=kept)
+
+
+def _check_names(names: object, argument: str, advice: str) -> None:
+    """Check that an argument is a list of names."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{argument} is {names!r}; {advice}")
+
+
+def _check_stored(base: Run) -> None:
+    """Check that a loaded run has the weights of its folder, which the new run records as those that it began with.
+
+    Raises:
+        UserError: they changed since they were loaded, in memory or in the folder.
+    """
+    assert base.path is not None
+    assert base.weights is not None
+    stored = load(base.path, device="cpu", checkpoint=base.weights.used.name).model.state_dict()
+    for name, weight in base.model.state_dict().items():
+        if not torch.equal(weight.to(stored[name]), stored[name]):
+            raise UserError(
+                f"the base has other weights than {base.path} (at {name}): they changed since they were loaded; save "
+                "it (save(run, PATH)) and give that folder, or load it again"
+            )
 
 
 def _lora(
@@ -251,8 +262,6 @@ def _lora(
             f"{base.path} is an adapter itself; merge it first (txl convert {quoted(base.path)} RUN), or fine-tune all "
             "its weights (without lora_rank)"
         )
-    if isinstance(targets, str) or not all(isinstance(target, str) for target in targets):
-        raise UserError(f"lora_targets is {targets!r}; give a list of names such as ['q_proj', 'v_proj']")
     require_peft()
     check_type(rank, int, "lora_rank", "give an integer")
     values = {
@@ -280,14 +289,15 @@ def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArr
             f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
             f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
         )
-    old_of_V = shared_tokens(corpus.tokenizer, base.tokenizer)
+    old_of_V = old_ids(base, corpus)
+    assert old_of_V is not None
     if not (old_of_V >= 0).any():
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
     return old_of_V
 
 
-def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
-    """Return the settings that fine-tuning starts from.
+def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides) -> RunConfig:
+    """Return the settings that fine-tuning starts from; `record` is what they say about it.
 
     Raises:
         UserError: `overrides` would change the weights or what they mean.
@@ -298,12 +308,14 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
             f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
             f"{overrides['architecture']}; leave model.architecture out, or train a new model"
         )
-    rate = config.train.learning_rate if config.corpus is not None else _CONVERTED_RATE
-    train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": _EVAL_TOKENS}
+    is_of_adapter = config.finetune is not None and (config.finetune.lora is not None or config.finetune.merged)
+    is_own_rate = config.corpus is not None and not is_of_adapter
+    rate = config.train.learning_rate if is_own_rate else _CONVERTED_RATE
+    train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": LOSS_TOKENS}
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
-    settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": None}
+    settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": record}
     start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
     changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
     values = changed.model.model_dump()
@@ -315,83 +327,3 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
                 f"it out. Only these settings of the model may change: {free}"
             )
     return start
-
-
-def _first_weights(
-    base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig, _: Corpus
-) -> Mapping[str, Tensor]:
-    """Return the weights to begin with, by name.
-
-    Args:
-        base: the model of the base.
-        old_of_V: for each token its id in the base, or -1; None if the tokenizers are the same.
-        config: settings of the new run, whose seed determines weights that the base lacks.
-    """
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in base.state_dict().items()}
-    if old_of_V is None:
-        return weights
-    torch.manual_seed(config.train.seed)
-    model = build_model(config.model)
-    new = model.state_dict()
-    for name, tensor in new.items():
-        is_of_ids = name.startswith(("embedding.tables.", "softmax.tables.", "softmax.bias", "ngrams.tables."))
-        if not is_of_ids and name in weights:  # without some of the cutoffs, weights of the first clusters are left
-            tensor.copy_(weights[name][: len(tensor)] if tensor.ndim else weights[name])
-    old_ids = torch.from_numpy(old_of_V)
-    for part, old_part in ((model.embedding, base.embedding), (model.softmax, base.softmax)):
-        _copy_rows(part, old_part, old_ids)
-    bias_V, old_bias_V = model.softmax.bias.data, weights["softmax.bias"]
-    bias_V.copy_(torch.where(old_ids >= 0, old_bias_V[old_ids.clamp(min=0)], old_bias_V.mean()))
-    return new
-
-
-@torch.no_grad()
-def _copy_rows(
-    part: AdaptiveEmbedding | AdaptiveSoftmax, old_part: AdaptiveEmbedding | AdaptiveSoftmax, old_ids_V: Tensor
-) -> None:
-    """Fill the tables of a part of the model with the rows of the same tokens, and their mean for others.
-
-    A token that moves to a cluster of another width begins with the mean of its new cluster.
-    """
-    edges, old_edges = ((0, one.edges[-1]) if one.shared else one.edges for one in (part, old_part))
-    for index, (start, stop) in enumerate(pairwise(edges)):
-        if index >= len(part.tables):  # it uses the tables of the embedding
-            return
-        table_VE, old_table_VE = part.tables[index], old_part.tables[index]
-        old_V = old_ids_V[start:stop] - old_edges[index]
-        has_row_V = (old_V >= 0) & (old_V < len(old_table_VE)) & (old_ids_V[start:stop] >= 0)
-        rows_VE = old_table_VE[old_V.clamp(0, len(old_table_VE) - 1)]
-        table_VE.copy_(torch.where(has_row_V[:, None], rows_VE, old_table_VE.mean(0)))
-
-
-def _losses(
-    base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
-) -> tuple[TextLoss, ...]:
-    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
-    model = base.model
-    if old_of_V is not None:
-        model = build_model(tuned.config.model)
-        model.load_state_dict(dict(_first_weights(base.model, old_of_V, tuned.config, corpus)))
-    # with the settings and the memory length of the new run, so that the weights alone differ
-    start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
-    texts = [("new", corpus)]
-    unknown = "what was lost on the base's own text is unknown"
-    if base.config.corpus is None:
-        note(f"{unknown}: {base.path} does not record it", log)
-    elif old_of_V is not None:
-        note(f"{unknown}, as it has the tokens of another tokenizer", log)
-    else:
-        try:
-            old = base.open_corpus()
-            if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
-                texts.append(("old", old))
-        except UserError as error:
-            note(f"{unknown}: {error}", log)
-    losses: list[TextLoss] = []
-    for name, text in texts:
-        split = next((split for split in ("test", "valid") if split in text.splits), None)
-        if split is None:
-            continue
-        before, after = (evaluate(run, text.split(split), max_tokens=_EVAL_TOKENS) for run in (start, tuned))
-        losses.append(TextLoss(name, split, after.tokens, before.nats_per_token, after.nats_per_token))
-    return tuple(losses)

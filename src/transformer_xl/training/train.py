@@ -45,6 +45,7 @@ from transformer_xl.training.checkpoint import update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
 from transformer_xl.training.memory_lengths import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
+from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
 from transformer_xl.training.trainer import Trainer, check_trainable
 
 Overrides = Mapping[str, Any]
@@ -90,6 +91,8 @@ class TrainResult(Displayed):
     """The signal that stopped training, with `handle_signals`."""
     rank: int = 0
     """Index of this process, under torchrun."""
+    losses: tuple[TextLoss, ...] = ()
+    """Of a run of `finetune`, the loss of each text before and after; empty if training was stopped."""
 
     @cached_property
     def run(self) -> Run:
@@ -183,7 +186,8 @@ def resume(
         handle_signals: as for `train`.
 
     Returns:
-        The result; `.run` is the trained model, ready to use.
+        The result; `.run` is the trained model, ready to use, and `.losses` those of `finetune` if the run was
+        fine-tuned, as far as its base is still there.
 
     Raises:
         UserError: the run does not exist, is being trained by another process, or has no valid checkpoint; the corpus
@@ -196,7 +200,10 @@ def resume(
         raise UserError("this run is in no folder; give the folder of a run")
     moved_base = None if base is None else as_path(base, "base", "give the folder of a run")
     start = partial(_resume, path, None if corpus is None else corpus_folder(corpus), moved_base, overrides)
-    return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+    result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+    if not result.finished or result.rank != 0 or RunFolder.open(result.path).config.finetune is None:
+        return result
+    return replace(result, losses=losses_of_resumed(result.run, say if progress else ignore))
 
 
 def corpus_folder(corpus: Corpus | Path | str) -> Path:
