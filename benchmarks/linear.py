@@ -35,6 +35,11 @@ def seconds(multiply: Callable[[], list[Tensor]]) -> float:
     return time.perf_counter() - start
 
 
+def counts(text: str) -> list[int]:
+    """Parse integers of at least 1, with commas."""
+    return [positive(number) for number in text.split(",")]
+
+
 def training_products(shape: tuple[int, int], rows: int) -> dict[str, float]:
     """Return the GFLOP/s of the products of a layer in training, in float32, by each library."""
     x, weight, dout = torch.randn(rows, shape[0]), torch.randn(shape[1], shape[0]), torch.randn(rows, shape[1])
@@ -61,8 +66,10 @@ def main() -> None:
     """Measure, print a line for each shape, and write the results to a file."""
     parser = argparse.ArgumentParser(description="Compares packed weights with torch's linear.")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", default="1,8,64,512", help="rows of the input (1,8,64,512)")
-    parser.add_argument("--training-rows", default="256,2048", help="rows in the products of training (256,2048)")
+    parser.add_argument("--rows", type=counts, default="1,8,64,512", help="rows of the input (1,8,64,512)")
+    parser.add_argument(
+        "--training-rows", type=counts, default="256,2048", help="rows in the products of training (256,2048)"
+    )
     parser.add_argument("--out", type=Path, default=results_file("linear"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -71,7 +78,7 @@ def main() -> None:
         for shape in SHAPES:
             packed = [PackedLinear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
             plain = [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
-            for rows in map(int, args.rows.split(",")):
+            for rows in args.rows:
                 x = torch.randn(rows, shape[0], dtype=dtype)
                 with torch.inference_mode():
                     times: list[list[float]] = [[], []]
@@ -94,7 +101,7 @@ def main() -> None:
                 results.append(entry)
     training: list[dict[str, Any]] = []
     for shape in TRAINING_SHAPES:
-        for rows in map(int, args.training_rows.split(",")):
+        for rows in args.training_rows:
             training.append({"shape": shape, "rows": rows, **training_products(shape, rows)})
             say(str(training[-1]))
     values = {

@@ -220,15 +220,19 @@ def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
         os.close(descriptor)
 
 
-def check_not_special(path: Path) -> None:
+def check_not_special(path: Path, advice: str = "put the file there") -> None:
     """Check that a path is no pipe, socket or device, whose reading might never end; it may be missing.
+
+    Args:
+        path: the path.
+        advice: what to do if it is one.
 
     Raises:
         UserError: it is one, or the file system refuses to look.
     """
     with as_user_error(f"reading {path}"):
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"{path} is not a file; put the file there")
+            raise UserError(f"{path} is not a file; {advice}")
 
 
 def read_bytes(path: Path) -> bytes:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, atomic_file
+from transformer_xl.files import as_user_error, atomic_file, check_not_special
 
 _ADVICE = "copy it again; if it is in a step-N folder, delete that to resume from an earlier one"
 DAMAGED = f"{{}} is damaged ({{}}); {_ADVICE}"
@@ -76,8 +76,7 @@ def check_exists(path: Path) -> None:
     with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path} is missing; {_ADVICE}")
-        if not path.is_file() and not path.is_dir():  # opening a pipe would wait; opening a folder says what it is
-            raise UserError(f"{path} is not a file; {_ADVICE}")
+    check_not_special(path, _ADVICE)  # of a folder, reading it says what it is
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -120,10 +120,8 @@ class TrainStep:
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
             self.world.set_gradient_sync(self.model, index + 1 == len(memories))
-            with (
-                matmul_library(self.library),
-                dropout_kernel(self.dropout),
-            ):  # in the backward pass too, where layers may be computed again
+            # in the backward pass too, where layers may be computed again
+            with matmul_library(self.library), dropout_kernel(self.dropout):
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.model(inputs_BX[rows], targets_BT[rows], memory, done)
                 ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
