@@ -2,7 +2,7 @@
 
     python benchmarks/learning_rates.py --corpus DIR [--recipe fast-tiny[:train.weight_decay=0.1...]]
         [--widths 128,256,512] [--steps 300,1000] [--optimizers muon,adamw] [--rates 2.5e-3,5e-3,1e-2] [--seeds 1]
-        [--jobs 2] [--out FILE]
+        [--jobs 2] [--threads 2] [--out FILE]
 
 Trains the recipe with every combination: at width D with D / 64 heads of 64 and feed-forward layers of 4 D. A tenth of
 the steps warm up. The loss is that of the first `--eval-tokens` of the validation text, with the trained memory length,
@@ -109,6 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1", help="default 1")
     parser.add_argument("--eval-tokens", type=positive, default=65_536, help="tokens of the loss (65,536)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1)")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of all trainings (default: cores)")
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/learning-rates-CORPUS.json)")
     args = parser.parse_args()
     if args.out is None:
@@ -131,7 +132,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         trainings = earlier["trainings"]
     done = [{name: entry[name] for name in (*ROW, "rate", "seed")} for entry in trainings]
     missing = [chosen for chosen in combinations(args) if chosen not in done]
-    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    threads = max(1, args.threads // args.jobs)
     # spawn: torch's threads do not survive a fork
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(measure, chosen, args.corpus, args.eval_tokens, threads): chosen for chosen in missing}
