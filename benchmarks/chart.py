@@ -1,9 +1,10 @@
-"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables and those of two others.
+"""Draws the charts of docs/speed.md from the results of the benchmarks, and writes its tables and those of others.
 
     python benchmarks/chart.py [--results benchmarks/results] [--docs docs]
 
-The others are docs/equal-time.md and docs/serving.md. Each table is between two HTML comments in the document, and
-replaces what is between them. Where a file of results is missing, the document says `Not measured.` instead.
+The others are docs/equal-time.md, docs/serving.md and the report of `txl demo`. Each table is between two HTML comments
+in the document, and replaces what is between them; the report's tables are a JSON file in the package. Where a file of
+results is missing, the document says `Not measured.` instead.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ STYLES = (
     (GREY, "x", "--"),
 )
 NOT_MEASURED = "Not measured."
+REPORT = HERE.parent / "src" / "transformer_xl" / "reproduction" / "equal_time.json"
+REPORT_TEXT = "python-stdlib"  # which the demo trains on
+REPORTED = ("test_bits_per_token", "range", "seeds", "parameters", "steps")
 Results = dict[str, Any]
 
 
@@ -188,6 +192,20 @@ def equal_time_tables(text: str, results: Results) -> str:
                 f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
             )
     return "\n".join(lines)
+
+
+def report_tables(results: Results) -> Results:
+    """Return what the report of `txl demo` shows of equal-time-TEXT.json."""
+    machine = results["machine"]
+    return {
+        "machine": f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})",
+        "test_tokens": results["test_tokens"],
+        "tables": {
+            seconds: [{"name": contestant(row).replace("`", ""), **{key: row[key] for key in REPORTED}} for row in rows]
+            for seconds, rows in results["tables"].items()
+            if len(rows) > 1
+        },
+    }
 
 
 def serving_table(name: str, results: Results) -> str:
@@ -392,6 +410,8 @@ def main() -> None:
         ]
         text = with_table(document.read_text(encoding="utf-8"), name, "\n\n".join(sections) or NOT_MEASURED)
         document.write_text(text, encoding="utf-8")
+    report = report_tables(json.loads((args.results / f"equal-time-{REPORT_TEXT}.json").read_text(encoding="utf-8")))
+    REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

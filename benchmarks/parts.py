@@ -153,9 +153,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     if missing := [change for change in changes if change not in results["step_seconds"]]:
         warn_if_busy()
         if results["step_seconds"]:
-            raise UserError(
-                f"{args.out} lacks {missing[0]}, but steps are measured together; choose another --out"
-            )
+            raise UserError(f"{args.out} lacks {missing[0]}, but steps are measured together; choose another --out")
         results |= {"step_seconds": step_seconds(args, corpus, changes), "commit": commit(), "command": command()}
         write(results, args.out)
     for seed in args.seeds:

@@ -6,11 +6,13 @@ The text is the source of Python's own standard library, which needs no download
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 import shutil
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,7 @@ def demo_page(result: DemoResult, source: str) -> str:
                 "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
             ),
             sample(PROMPT, result.sample),
+            *_equal_time(),
             heading("What to try next"),
             verbatim(
                 f"txl evaluate {quoted(folder.path)} --sweep-memory-length 0,64,256,1024\n"
@@ -231,6 +234,34 @@ def demo_page(result: DemoResult, source: str) -> str:
             ),
         ],
     )
+
+
+def _equal_time() -> list[str]:
+    """Return the section on what other programs learn from this text in the same time, as measured elsewhere."""
+    file = resources.files("transformer_xl.reproduction") / "equal_time.json"  # written by benchmarks/chart.py
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    elements = [
+        heading("What would other programs learn in the same time?"),
+        paragraph(
+            f"Not measured on this computer, but by benchmarks/equal_time.py on {measured['machine']}: models of "
+            "different programs, each trained on this text for the same time with the best settings found, and scored "
+            f"on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is that over "
+            "seeds."
+        ),
+    ]
+    for seconds, rows in measured["tables"].items():
+        cells = [
+            [
+                row["name"],
+                f"{row['test_bits_per_token']:.3f}",
+                f"{row['range'][0]:.3f} to {row['range'][1]:.3f}" if row["seeds"] > 1 else "one seed",
+                f"{row['parameters']:,}",
+                f"{row['steps']:,}",
+            ]
+            for row in rows
+        ]
+        elements.append(table([f"{seconds} seconds", "bits per byte", "range", "parameters", "steps"], cells))
+    return elements
 
 
 def _facts(result: DemoResult, folder: RunFolder) -> dict[str, str]:
