@@ -106,6 +106,9 @@ def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
     assert "risen" in first
     assert (300 + 50 < step < 420, last) == (True, "lost")
     assert changes(tmp_path / "slow", 7 - np.arange(STEPS) / 100 + NOISE) == [(350, "nothing")]
+    (_, first), (step, last) = changes(tmp_path / "never below", 6 + NOISE + after(100, 10.0))
+    assert "risen" in first
+    assert (100 + 50 < step < 220, last) == (True, "lost")
 
 
 def test_variance_of_a_token_is_at_first_the_mean_over_all_steps(tmp_path: Path) -> None:

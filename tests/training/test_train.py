@@ -302,6 +302,16 @@ def test_longer_training_says_how_the_learning_rate_goes_on(
     assert "learning rate: 0.00017 in step 17, 0.02 in the next" in capsys.readouterr().err
 
 
+def test_warm_up_longer_than_the_training_is_said(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {"max_steps": 2, "learning_rate": 0.01}
+    train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN | rates | {"warmup_steps": 4}, device="cpu")
+    assert "ends after the training of 2, which reaches 0.005 of the learning rate 0.01" in capsys.readouterr().err
+    train_run(None, corpus, tmp_path / "even", model=MODEL, train=TRAIN | rates | {"warmup_steps": 2}, device="cpu")
+    assert "warm-up" not in capsys.readouterr().err
+
+
 def test_run_with_cutoffs_above_the_default_vocabulary_size_is_a_recipe(tmp_path: Path) -> None:
     config = RunConfig(model=TransformerXLConfig(vocab_size=500, cutoffs=(300,)))
     (tmp_path / "config.yaml").write_text(config_text(config))

@@ -67,7 +67,7 @@ class DivergenceState(Settings):
     has_exploded: bool = False
     """Whether the gradient norm is many times its lowest value."""
     num_lost_steps: int = Field(default=0, ge=0)
-    """Steps in a row with a mean loss above that of a uniform guess, after it had been below."""
+    """Steps in a row with a mean loss above that of a uniform guess, after it had been below or has risen."""
 
     @property
     def mean_nats(self) -> float:
@@ -147,11 +147,14 @@ class DivergenceDetector:
         if state.num_norms >= _MIN_STEPS and (state.lowest_norm is None or state.mean_norm < state.lowest_norm):
             state = state.model_copy(update={"lowest_norm": state.mean_norm})
         assert state.lowest_nats is not None
-        is_lost = state.mean_nats > self._uniform_nats and state.lowest_nats < _LEARNT_RATIO * self._uniform_nats
         # it is over when half of what began it is left, so that an alarm is not repeated at every crossing
         threshold = 0.5 if state.is_diverging else 1.0
+        has_risen = _rise(state) > threshold
+        # a new model may begin above a uniform guess and fall slowly; one that rises from there does not come back
+        was_lower = has_risen or state.lowest_nats < _LEARNT_RATIO * self._uniform_nats
+        is_lost = state.mean_nats > self._uniform_nats and was_lower
         changes = {
-            "has_risen": _rise(state) > threshold,
+            "has_risen": has_risen,
             "has_exploded": state.norm_ratio > threshold * _MIN_NORM_RATIO,
             "num_lost_steps": state.num_lost_steps + 1 if is_lost else 0,
         }

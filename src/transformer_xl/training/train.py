@@ -310,6 +310,13 @@ def start_run(
             )
         if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
             note("train.parallelism fsdp has no effect with one process", log)
+        if (steps := checked.train.max_steps) < (warmup := checked.train.warmup_steps):
+            peak = checked.train.learning_rate
+            note(
+                f"the warm-up of {warmup:,} steps ends after the training of {steps:,}, which reaches "
+                f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower --train.warmup-steps",
+                log,
+            )
     restarted = world.any(exists)
     weights = None if first_weights is None or restarted else first_weights(checked, corpus)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)

@@ -352,7 +352,8 @@ class Trainer:
             raise UserError(
                 f"the loss is {now.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
                 f"{now.num_lost_steps} steps, after {now.lowest_nats:.3f} at step {now.lowest_step:,}; {checkpoint} is "
-                f"the last good checkpoint. Resume from it with a lower learning rate: {self._resume_slower()}"
+                "the last good checkpoint. Resume from it with a lower learning rate, such as txl train --find-rate "
+                f"proposes: {self._resume_slower()}"
             )
         if now.is_diverging and not before.is_diverging:
             self._warn(
