@@ -125,7 +125,8 @@ def table(results: dict[str, Any]) -> list[str]:
         }
         both = [seed for changed, seed in nats if changed == change and ("", seed) in nats]
         more = [(nats[change, seed]["test"] - nats["", seed]["test"]) / np.log(2) for seed in both]
-        beside = f"{statistics.mean(more):+.3f} ({min(more):+.3f} to {max(more):+.3f})" if change and more else ""
+        beside = f"{statistics.mean(more):+.3f}" if change and more else ""
+        beside += f" ({min(more):+.3f} to {max(more):+.3f})" if change and len(more) > 1 else ""
         name = f"`{change}`" if change else f"`{results['recipe']}`"
         lines.append(
             f"| {name} | {ratio(seconds, change):.2f} | {own[0]['steps']} | {len(own)} | {bits['valid']:.3f} "
