@@ -74,7 +74,7 @@ def error_of(words: str, capfd: Capture) -> str:
     status = run(words.split())
     out, err = capfd.readouterr()
     # printed before training, where a run is loaded, and before contexts are compared
-    progress = ("resuming run at", "model: ", "weights", "memory length ", "tokens to process: ")
+    progress = ("resuming run at", "model: ", "note: the warm-up", "weights", "memory length ", "tokens to process: ")
     message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", message)

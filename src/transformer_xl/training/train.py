@@ -240,6 +240,13 @@ def run_training(
                 f"model: {trainer.model.num_parameters():,} parameters{trained}, on {trainer.device}; "
                 f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens{_kernel_text(trainer)}"
             )
+            if (steps := trainer.config.max_steps) < (warmup := trainer.config.warmup_steps):
+                peak = trainer.config.learning_rate
+                note(
+                    f"the warm-up of {warmup:,} steps ends after the training of {steps:,}, which reaches "
+                    f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower --train.warmup-steps",
+                    log,
+                )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
             with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
                 finished = trainer.run()
@@ -310,13 +317,6 @@ def start_run(
             )
         if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
             note("train.parallelism fsdp has no effect with one process", log)
-        if (steps := checked.train.max_steps) < (warmup := checked.train.warmup_steps):
-            peak = checked.train.learning_rate
-            note(
-                f"the warm-up of {warmup:,} steps ends after the training of {steps:,}, which reaches "
-                f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower --train.warmup-steps",
-                log,
-            )
     restarted = world.any(exists)
     weights = None if first_weights is None or restarted else first_weights(checked, corpus)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)
