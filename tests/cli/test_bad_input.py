@@ -117,6 +117,7 @@ BAD_COMMANDS = [
     ("recipes nope", "no recipe 'nope'; 'txl recipes' lists them"),
     ("info run nope", 'Unexpected "nope". Expected an option .*; --help'),
     ("generate run --logprobs 5000", r'Unexpected "5000"\. Expected an option \(flags take no value\)'),
+    (f"{TRAIN} --model.qk-norm false", r'"false"\. .* no value; to turn one off write --FLAG=false\);'),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
     ("train --corpus run", "run is a run, expected a corpus; its config.yaml names .*; 'txl prepare .* creates one"),

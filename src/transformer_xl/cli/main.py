@@ -151,7 +151,10 @@ def _user_message(error: Exception) -> str | None:
             group = getattr(getattr(error, "argument", None), "name", "*")  # of settings, such as --model
             text = explain(cause, "--" if group == "*" else f"{group}.")
         elif isinstance(error, UnusedCliTokensError):
-            text = f'Unexpected "{" ".join(error.unused_tokens or [])}". Expected an option (flags take no value)'
+            words = error.unused_tokens or []
+            is_switch = any(word.lower() in ("true", "false") for word in words)
+            how = "; to turn one off write --FLAG=false" if is_switch else ""
+            text = f'Unexpected "{" ".join(words)}". Expected an option (flags take no value{how})'
         elif isinstance(error, UnknownCommandError):
             text = _unknown_command(error)
         elif isinstance(error, UnknownOptionError):
