@@ -198,6 +198,38 @@ def test_changed_settings_begin_new_statistics(tmp_path: Path) -> None:
     assert reopened(trainer, learning_rate=0.005).state.divergence == DivergenceState()
 
 
+@pytest.mark.parametrize(
+    ("num_train", "training_loss", "validation_losses", "expected"),
+    [
+        (127, 1.0, [2.0, 1.9, 1.93, 1.95, 2.0], [80]),  # once, when it is 2% above the lowest
+        (127, 1.0, [2.0, 1.9, 1.8, 1.81, 1.83], []),
+        (127, 2.5, [2.0, 1.9, 2.1, 2.2, 2.3], []),  # not learnt by heart: the rate may be too large
+        (5000, 1.0, [2.0, 1.9, 2.1, 2.2, 2.3], []),  # read once: a text that has changed
+    ],
+)
+def test_overfitting_is_reported_once(
+    tmp_path: Path, num_train: int, training_loss: float, validation_losses: list[float], expected: list[int]
+) -> None:
+    corpus = letters_corpus(tmp_path / "corpus", num_train)
+    trainer = start(tmp_path / "run", corpus, max_steps=100, eval_interval=20, checkpoint_interval=50)
+    warnings, nats = Warnings(), trainer.model.nats
+    trainer.callbacks.append(warnings)
+
+    def given_nats(hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = training_loss if trainer.model.training else validation_losses[trainer.state.step // 20 - 1]
+        return 0 * nats(hidden_BTD, targets_BT) + loss
+
+    trainer.model.nats = given_nats
+    assert trainer.run()
+    found = [
+        (step, message)
+        for step, message in zip(warnings.steps, warnings.messages, strict=True)
+        if "overfits" in message
+    ]
+    assert [step for step, _ in found] == expected
+    assert all("--train.max-steps" in message for _, message in found)
+
+
 def test_warning_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run whose rate is too large to learn even two letters that alternate."""
     corpus = make_corpus(tmp_path / "corpus", b"ab" * 2000)

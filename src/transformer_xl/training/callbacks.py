@@ -39,7 +39,7 @@ class Callback:
         """A line of metrics was measured: `metrics["split"]` is "train" or "valid"."""
 
     def on_warning(self, trainer: Trainer, message: str) -> None:
-        """Training seems to diverge: `message` says what was seen and what to do. Called once, when that begins."""
+        """Training seems to diverge or overfit: `message` says what was seen and what to do. Called once a time."""
 
     def on_stop(self, trainer: Trainer) -> None:
         """Training stops early: its checkpoint is written, and its last weights are validated next."""

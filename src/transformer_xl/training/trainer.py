@@ -53,6 +53,7 @@ from transformer_xl.training.schedules import learning_rate, set_step_rates
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.validation import Validator
 
+_MIN_VALIDATION_RISE = 0.02  # relative, above the lowest validation loss, that is called overfitting
 _STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
 
 
@@ -116,6 +117,7 @@ class Trainer:
         self.memories = self._initial_memories()
         self.state = TrainerState()
         self._divergence = DivergenceDetector(corpus, config)
+        self._warned_of_overfitting = False
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
         self._choose_products(self.matmul_library, self.dropout_kernel)
         # the last step, and its metrics, whose computation may be unfinished
@@ -367,6 +369,23 @@ class Trainer:
                 "small. Stop with Ctrl-C and start a new run with another; txl train --find-rate proposes one"
             )
 
+    def _check_overfitting(self, valid_nats: float, best_nats: float) -> None:
+        """Warn once when the validation loss has risen above a lower training loss, of a text that was read before."""
+        position, divergence = self.state.position, self.state.divergence
+        times_read = position.epoch + position.segment_index / self.dataset.segments_in(position.epoch)
+        has_risen = valid_nats > (1 + _MIN_VALIDATION_RISE) * best_nats
+        # the statistics of the training loss may be new, after resuming
+        is_overfit = has_risen and times_read >= 1 and divergence.num_steps > 0 and divergence.mean_nats < best_nats
+        if self._warned_of_overfitting or divergence.is_diverging or not is_overfit:
+            return
+        self._warned_of_overfitting = True
+        self._warn(
+            f"at step {self.state.step:,} the validation loss is {valid_nats:.3f} nats per token, above its lowest, "
+            f"{best_nats:.3f}, and the training loss {divergence.mean_nats:.3f}: the model overfits its training text, "
+            f"which it has read {times_read:.1f} times. The weights with the lowest loss are kept. Start a new run "
+            "with more text, fewer steps (--train.max-steps) or more regularization (--model.dropout)"
+        )
+
     def _warn(self, message: str) -> None:
         for callback in self.callbacks:
             callback.on_warning(self, message)
@@ -405,6 +424,7 @@ class Trainer:
             if best is None or nats_per_token < best:
                 best = nats_per_token
                 self._save_best_weights(best)
+        self._check_overfitting(nats_per_token, best)
         self._update_state(
             validation_step=self.state.step,
             validation_nats=nats_per_token,
