@@ -154,9 +154,19 @@ def without_checkout(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_rate(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded settings without the learning rate, which changes no step's duration."""
-    kept = {name: value for name, value in without_checkout(settings).items() if name != "learning_rate"}
+    """Return the recorded settings without learning rate and weight decay, which change no step's duration."""
+    rates = ("learning_rate", "weight_decay")
+    kept = {name: value for name, value in without_checkout(settings).items() if name not in rates}
     return {name: without_rate(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def with_weight_decays(choices: list[dict[str, Any]], decays: str) -> list[dict[str, Any]]:
+    """Return the choices of the LSTM with each of the weight decays, of which 0 is the one that they have."""
+    return [
+        {**choice, "train": {**choice["train"], "weight_decay": decay}} if decay else choice
+        for choice in choices
+        for decay in map(float, decays.split(","))
+    ]
 
 
 class Comparison:
@@ -362,7 +372,10 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         export(corpus, Path(folder), args)
         comparison = Comparison(args, corpus, Path(folder))
-        choices = list(in_turns([(contestant, comparison.best_of_shorter(contestant)) for contestant in chosen]))
+        best = {contestant.name: comparison.best_of_shorter(contestant) for contestant in chosen}
+        if "lstm" in best:
+            best["lstm"] = with_weight_decays(best["lstm"], args.lstm_weight_decays)
+        choices = list(in_turns([(contestant, best[contestant.name]) for contestant in chosen]))
         comparison.measure_steps(choices)
         first_seed, *seeds = [int(seed) for seed in args.seeds.split(",")]
         results = pool.map(lambda choice: comparison.training(*choice, first_seed), choices)
@@ -370,13 +383,11 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
             (contestant.name, settings, valid_loss(result))
             for (contestant, settings), result in zip(choices, results, strict=True)
         ]
-        best = {
-            contestant.name: min((entry for entry in tried if entry[0] == contestant.name), key=lambda entry: entry[2])[
-                1
-            ]
-            for contestant in chosen
-        }
-        again = [(contestant, best[contestant.name], seed) for seed in seeds for contestant in chosen]
+        again = []
+        for contestant in chosen:
+            own = [entry for entry in tried if entry[0] == contestant.name]
+            settings = min(own, key=lambda entry: entry[2])[1]
+            again += [(contestant, settings, seed) for seed in seeds]
         list(pool.map(lambda training: comparison.training(*training), again))
         return comparison.table(args.seconds)
 
@@ -388,6 +399,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
     parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
+    parser.add_argument("--lstm-weight-decays", default="0", help="tried with each choice of the LSTM (0)")
     parser.add_argument("--best", type=positive, help="train only the best N choices of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")

@@ -133,6 +133,10 @@ BAD_COMMANDS = [
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text"),
     # values
+    (
+        "train fast-small --corpus corpus --train.optimizer adam",
+        "weight_decay 0.1 .*; give --train.weight-decay 0",
+    ),
     (f"{TRAIN} --model.n-heads 3", "d_model 256 is not divisible by n_heads 3; .* d_head"),
     (f"{TRAIN} --model.d-model 13", "model.d_model: Input should be a multiple of 2"),
     (f"{TRAIN} --model.attention-window 0", r"model.attention_window: Input should be greater than 0 \(given: 0\)"),

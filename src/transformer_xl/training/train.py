@@ -67,6 +67,7 @@ _CHANGEABLE = {
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
+_MAX_RECIPE_L2 = 0.01  # a weight decay above it is meant for adamw or muon
 
 
 @dataclass(frozen=True, repr=False)
@@ -349,6 +350,13 @@ def complete_settings(
     # check the settings before reading the corpus, with the largest vocabulary size because its size is still unknown
     checked = run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
     refuse_unused(overrides, checked)
+    decay, is_recipe = checked.train.weight_decay, isinstance(config, str | Path)
+    is_l2 = checked.train.optimizer == "adam" and decay > _MAX_RECIPE_L2
+    if is_recipe and is_l2 and "weight_decay" not in overrides["train"]:
+        raise UserError(
+            f"the recipe's train.weight_decay {decay:g} is for adamw and muon, and would be L2 regularization with "
+            "optimizer adam; give --train.weight-decay 0 too, or --train.optimizer adamw"
+        )
     corpus = Corpus.open(corpus_path)
     reference = {
         "path": str(corpus_path.resolve()),
