@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -310,6 +311,35 @@ def test_warm_up_longer_than_the_training_is_said(
     assert "ends after the training of 2, which reaches 0.005 of the learning rate 0.01" in capsys.readouterr().err
     train_run(None, corpus, tmp_path / "even", model=MODEL, train=TRAIN | rates | {"warmup_steps": 2}, device="cpu")
     assert "warm-up" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "steps", "warmup_steps"),
+    [
+        ({"max_epochs": 2}, {}, 13, 4),  # of 127 tokens in steps of 21; the warm-up is 5 of 17 steps
+        ({"max_epochs": 3}, {}, 17, 5),  # 19 steps are more than max_steps
+        ({"max_epochs": 2}, {"warmup_steps": 3}, 13, 3),
+        ({"max_epochs": 2}, {"max_steps": 20}, 20, 5),  # what is given replaces the recipe's max_epochs
+        ({"max_epochs": 2}, {"max_steps": 9, "max_epochs": 0.5}, 4, 2),
+        ({}, {"max_epochs": 1}, 7, 2),
+    ],
+)
+def test_max_epochs_limits_the_steps_of_a_new_run(
+    tmp_path: Path,
+    corpus: Corpus,
+    capsys: pytest.CaptureFixture[str],
+    recipe: dict[str, float],
+    given: dict[str, float],
+    steps: int,
+    warmup_steps: int,
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({"model": MODEL, "train": {**TRAIN, **recipe}}), encoding="utf-8")
+    result = train_run(file, corpus, tmp_path / "run", train=given, device="cpu")
+    config = result.run.config.train
+    assert (result.step, config.max_steps, config.warmup_steps, config.max_epochs) == (steps, steps, warmup_steps, None)
+    said = f"{steps} steps instead of " in capsys.readouterr().err
+    assert said == (steps not in (17, 20))
 
 
 def test_run_with_cutoffs_above_the_default_vocabulary_size_is_a_recipe(tmp_path: Path) -> None:

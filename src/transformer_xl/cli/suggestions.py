@@ -9,9 +9,10 @@ from transformer_xl.config import OTHER_NAMES
 
 # what has no flag here
 _ADVICE = {
-    "epochs": "training is counted in steps of batch_size * segment_length tokens; give --train.max-steps",
+    "epochs": "training is counted in steps of batch_size * segment_length tokens; give --train.max-steps, or "
+    "--train.max-epochs to limit it",
 }
-_ADVICE |= dict.fromkeys(("num-train-epochs", "epoch", "max-epochs", "num-epochs", "n-epochs"), _ADVICE["epochs"])
+_ADVICE |= dict.fromkeys(("num-train-epochs", "epoch", "num-epochs", "n-epochs"), _ADVICE["epochs"])
 
 
 def unknown_flag(flag: str, known: Sequence[str]) -> str:

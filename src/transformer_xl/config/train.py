@@ -34,6 +34,10 @@ class TrainConfig(Settings):
     """Steps over which the lengths of segment and memory double from initial_segment_length to their full values."""
     max_steps: int = Field(default=2000, gt=0, le=INT32_MAX)
     """Number of optimizer steps."""
+    max_epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """New runs: lower max_steps to the steps that read the training text this often, and other numbers of steps, such
+    as warmup_steps, in proportion; a max_steps that is given with a recipe replaces the recipe's max_epochs; none:
+    max_steps alone."""
     optimizer: Literal["adam", "adamw", "muon"] = "adam"
     """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)

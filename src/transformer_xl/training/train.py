@@ -5,6 +5,7 @@ Under torchrun, each process calls them with the same arguments.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ _CHANGEABLE = {
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
+_STEP_COUNTS = ("warmup_steps", "decay_steps", "segment_warmup_steps", "average_start_step")
 _MAX_RECIPE_L2 = 0.01  # a weight decay above it is meant for adamw or muon
 
 
@@ -352,7 +354,7 @@ def complete_settings(
     refuse_unused(overrides, checked)
     decay, is_recipe = checked.train.weight_decay, isinstance(config, str | Path)
     is_l2 = checked.train.optimizer == "adam" and decay > _MAX_RECIPE_L2
-    if is_recipe and is_l2 and "weight_decay" not in overrides["train"]:
+    if is_recipe and is_l2 and "weight_decay" not in overrides.get("train", {}):
         raise UserError(
             f"the recipe's train.weight_decay {decay:g} is for adamw and muon, and would be L2 regularization with "
             "optimizer adam; give --train.weight-decay 0 too, or --train.optimizer adamw"
@@ -364,6 +366,7 @@ def complete_settings(
         "train_sha256": corpus.record.splits["train"].sha256,
     }
     settings = merge(settings, {"corpus": reference, "model": {"vocab_size": corpus.tokenizer.vocab_size}})
+    settings = merge(settings, {"train": _limit_epochs(checked.train, corpus, overrides.get("train", {}), log)})
     checked = run_settings(settings, "settings")
     if checked.model.cutoffs == "auto":
         counts = corpus.tokenizer.counts  # None if ids are not in order of frequency
@@ -371,6 +374,26 @@ def complete_settings(
         log(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
         checked = run_settings(merge(settings, {"model": {"cutoffs": cutoffs}}), "settings")
     return checked, corpus
+
+
+def _limit_epochs(
+    config: TrainConfig, corpus: Corpus, overrides: Overrides, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the settings that `max_epochs` changes in a run on this corpus, and none in place of itself."""
+    if config.max_epochs is None or ("max_steps" in overrides and "max_epochs" not in overrides):
+        return {"max_epochs": None}
+    num_tokens = corpus.record.splits["train"].num_tokens
+    steps = math.ceil(config.max_epochs * num_tokens / (config.batch_size * config.segment_length))
+    if steps >= config.max_steps:
+        return {"max_epochs": None}
+    log(
+        f"{steps:,} steps instead of {config.max_steps:,}, which read the training text of {num_tokens:,} tokens "
+        f"{config.max_epochs:g} times (--train.max-epochs)"
+    )
+    scaled = {
+        name: round(getattr(config, name) * steps / config.max_steps) for name in _STEP_COUNTS if name not in overrides
+    }
+    return {"max_epochs": None, "max_steps": steps, **scaled}
 
 
 def _resume(
