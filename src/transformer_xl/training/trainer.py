@@ -383,7 +383,7 @@ class Trainer:
             f"at step {self.state.step:,} the validation loss is {valid_nats:.3f} nats per token, above its lowest, "
             f"{best_nats:.3f}, and the training loss {divergence.mean_nats:.3f}: the model overfits its training text, "
             f"which it has read {times_read:.1f} times. The weights with the lowest loss are kept. Start a new run "
-            "with more text, fewer steps (--train.max-steps) or more regularization (--model.dropout)"
+            "with --train.max-epochs 1, more text or more regularization (--model.dropout)"
         )
 
     def _warn(self, message: str) -> None:
