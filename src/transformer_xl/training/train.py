@@ -387,8 +387,8 @@ def _limit_epochs(
     if steps >= config.max_steps:
         return {"max_epochs": None}
     log(
-        f"{steps:,} steps instead of {config.max_steps:,}, which read the training text of {num_tokens:,} tokens "
-        f"{config.max_epochs:g} times (--train.max-epochs)"
+        f"{steps:,} steps instead of {config.max_steps:,}, as the training text has {num_tokens:,} tokens and "
+        f"train.max_epochs is {config.max_epochs:g}"
     )
     scaled = {
         name: round(getattr(config, name) * steps / config.max_steps) for name in _STEP_COUNTS if name not in overrides
