@@ -254,6 +254,7 @@ def contestant(row: Results) -> str:
     details += [f"segments of {settings['segment_length']}"] if "segment_length" in settings else []
     details += [f"rate {train['learning_rate']:g}"] if "learning_rate" in train else []
     details += [f"weight decay {train['weight_decay']:g}"] if "weight_decay" in train else []
+    details += ["text read once"] if train.get("max_epochs") == 1 else []
     return ", ".join([name or row["contestant"], *details])
 
 

@@ -154,18 +154,18 @@ def without_checkout(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_rate(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded settings without learning rate and weight decay, which change no step's duration."""
-    rates = ("learning_rate", "weight_decay")
+    """Return the recorded settings without those that change no step's duration, such as the learning rate."""
+    rates = ("learning_rate", "weight_decay", "max_epochs")
     kept = {name: value for name, value in without_checkout(settings).items() if name not in rates}
     return {name: without_rate(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
-def with_weight_decays(choices: list[dict[str, Any]], decays: str) -> list[dict[str, Any]]:
-    """Return the choices of the LSTM with each of the weight decays, of which 0 is the one that they have."""
+def with_changes(choices: list[dict[str, Any]], changes: str) -> list[dict[str, Any]]:
+    """Return the choices of the LSTM, and each of them with each of the changes, such as train.weight_decay=0.1."""
+    changed = [ours_choice(f"lstm:{change}")["train"] for change in changes.split()]
     return [
-        {**choice, "train": {**choice["train"], "weight_decay": decay}} if decay else choice
-        for choice in choices
-        for decay in map(float, decays.split(","))
+        *choices,
+        *({**choice, "train": {**choice["train"], **change}} for choice in choices for change in changed),
     ]
 
 
@@ -374,7 +374,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         comparison = Comparison(args, corpus, Path(folder))
         best = {contestant.name: comparison.best_of_shorter(contestant) for contestant in chosen}
         if "lstm" in best:
-            best["lstm"] = with_weight_decays(best["lstm"], args.lstm_weight_decays)
+            best["lstm"] = with_changes(best["lstm"], args.lstm_changes)
         choices = list(in_turns([(contestant, best[contestant.name]) for contestant in chosen]))
         comparison.measure_steps(choices)
         first_seed, *seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -399,7 +399,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
     parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
-    parser.add_argument("--lstm-weight-decays", default="0", help="tried with each choice of the LSTM (0)")
+    parser.add_argument("--lstm-changes", default="", help="tried with each choice of the LSTM: train.NAME=VALUE ...")
     parser.add_argument("--best", type=positive, help="train only the best N choices of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")

@@ -80,7 +80,7 @@ def compete(assignment: Assignment) -> dict[str, Any]:
         "parameters": run.model.num_parameters(),
         "note": "the memory length of scoring chosen on the validation text",
         "versions": {"transformer_xl": __version__},
-        "steps": assignment.steps,
+        "steps": run.config.train.max_steps,  # fewer where max_epochs limits them
         "valid_nats_per_token": valid[best],
         "valid_nats_per_token_by_context": {str(length): loss for length, loss in valid.items()},
         "context": best,
