@@ -143,6 +143,19 @@ def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Na
     assert {name: {row["seeds"] for row in table} for name, table in tables.items()} == {"1": {2}, "3": {2}}
 
 
+def test_changes_of_the_lstm_are_tried_with_its_best_choices_and_steps_are_not_timed_again(
+    args: argparse.Namespace, processes: Processes
+) -> None:
+    args.contestants, args.seeds, args.rounds = "lstm", "1", 1
+    compare(args)
+    before = len(processes.assignments)
+    args.best, args.seconds, args.lstm_changes = 1, 3.0, "train.weight_decay=0.1 train.max_epochs=1"
+    compare(args)
+    plain, decayed, once = [assignment["settings"] for assignment in processes.assignments[before:]]
+    assert decayed == {**plain, "train": {**plain["train"], "weight_decay": 0.1}}
+    assert once == {**plain, "train": {**plain["train"], "max_epochs": 1}}
+
+
 def test_contestants_take_turns(args: argparse.Namespace) -> None:
     chosen = [(contestant, contestant.choices) for contestant in equal_time.contestants(args)]
     assert [contestant.name for contestant, _ in in_turns(chosen)] == ["ours", "gpt2", "ours", "gpt2", "gpt2"]
