@@ -8,7 +8,7 @@ First the duration of each contestant's training step is measured: all cores, on
 median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
 `--seconds`: every choice of its settings with the first seed, then the choice with the lowest validation loss with the
 other seeds. As the number of steps is fixed, these trainings may run at any time, side by side (`--jobs`). The models
-have about 3.2 million parameters in their layers. Time excludes the first step, validation and scoring.
+of others have about 3.2 million parameters in their layers. Time excludes the first step, validation and scoring.
 
 Every token of the scored text is scored exactly once, and each contestant uses the context that is best on the
 validation text: a memory length where it has memory, else overlapping windows whose tokens see at least seven eighths

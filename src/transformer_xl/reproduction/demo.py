@@ -244,9 +244,9 @@ def _equal_time() -> list[str]:
         heading("What would other programs learn in the same time?"),
         paragraph(
             f"Not measured on this computer, but by benchmarks/equal_time.py on {measured['machine']}: models of "
-            "different programs, each trained on this text for the same time with the best settings found, and scored "
-            f"on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is that over "
-            "seeds."
+            "different programs, each trained on this text for the same time with settings chosen on another one, and "
+            f"scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is "
+            "that over seeds."
         ),
     ]
     for seconds, rows in measured["tables"].items():
