@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from transformer_xl.config import load_recipe, read_yaml
 from transformer_xl.native import NativeStatus
 from transformer_xl.progress import ProgressBar
 from transformer_xl.run_folder import RunFolder, config_text
+from transformer_xl.training import trainer as trainer_module
 from transformer_xl.training.trainer import Trainer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
@@ -113,6 +115,26 @@ def test_ctrl_c_is_raised_after_the_step_and_its_checkpoint(tmp_path: Path, corp
     assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == "step-00000003"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert resume(tmp_path / "run", **OPTIONS).finished
+
+
+@pytest.mark.parametrize("handle_signals", [True, False])
+def test_second_signal_does_not_end_the_writing_of_the_checkpoint(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, handle_signals: bool
+) -> None:
+    write = trainer_module.save_checkpoint
+
+    def interrupted_write(folder: RunFolder, trainer: Trainer, world: Any) -> None:
+        if trainer.state.step:
+            signal.raise_signal(signal.SIGINT)
+        write(folder, trainer, world)
+
+    monkeypatch.setattr(trainer_module, "save_checkpoint", interrupted_write)
+    with nullcontext() if handle_signals else pytest.raises(KeyboardInterrupt):
+        train_run(
+            None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[SendSignal(signal.SIGINT)],
+            handle_signals=handle_signals, **OPTIONS,
+        )  # fmt: skip
+    assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == "step-00000003"
 
 
 def test_handled_signal_ends_training_with_a_result(tmp_path: Path, corpus: Corpus) -> None:

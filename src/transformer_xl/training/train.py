@@ -69,6 +69,7 @@ _CHANGEABLE = {
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
 _STEP_COUNTS = ("warmup_steps", "decay_steps", "segment_warmup_steps", "average_start_step")
+_MAX_STOP_SIGNALS = 3  # that let training save and end; the next one ends it at once
 _MAX_RECIPE_L2 = 0.01  # a weight decay above it is meant for adamw or muon
 
 
@@ -121,7 +122,7 @@ def train(
     """Train a new model on a corpus.
 
     Settings and corpus are checked before the run folder is created. Ctrl-C (KeyboardInterrupt) is raised only after
-    the current step, after a checkpoint is written and its weights are validated; a second one is raised at once.
+    the current step, after a checkpoint is written and its weights are validated; a second one skips the validation.
     `resume` continues from there as if training had never stopped. Under torchrun all processes train together, and a
     restarted program resumes the run.
 
@@ -153,8 +154,7 @@ def train(
     check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     corpus_path = corpus_folder(corpus)
     if run is None:
-        recipe = None if isinstance(config, RunConfig) else config
-        run = Path("runs", "-".join(Path(name).stem for name in (corpus_path.resolve().name, recipe) if name))
+        run = default_run(corpus_path, None if isinstance(config, RunConfig) else config)
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
     start = partial(start_run, config, corpus_path, as_path(run, "run"), overrides)
     return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -207,6 +207,11 @@ def resume(
     if not result.finished or result.rank != 0 or RunFolder.open(result.path).config.finetune is None:
         return result
     return replace(result, losses=losses_of_resumed(result.run, say if progress else ignore))
+
+
+def default_run(corpus_path: Path, recipe: str | Path | None) -> Path:
+    """Return the folder of a new run for which none was given."""
+    return Path("runs", "-".join(Path(name).stem for name in (corpus_path.resolve().name, recipe) if name))
 
 
 def corpus_folder(corpus: Corpus | Path | str) -> Path:
@@ -503,10 +508,11 @@ def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator[list[int]]:
-    """Call `stop` at the first signal and append the signal to the yielded list; then restore the previous handlers.
+    """Call `stop` at each signal and append the signal to the yielded list; from the fourth on the signals kill.
 
-    Without `handle_signals`, only Ctrl-C is delayed, in the main thread and if Python itself would raise
-    KeyboardInterrupt: raised in the middle of a step, it would leave partly updated weights.
+    A second signal may come while the checkpoint is written, which must not end that. Without `handle_signals`, only
+    Ctrl-C is delayed, in the main thread and if Python itself would raise KeyboardInterrupt: raised in the middle of a
+    step, it would leave partly updated weights.
     """
     received: list[int] = []
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM) if handle_signals else (signal.SIGINT,)
@@ -522,7 +528,8 @@ def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator
 
     def on_signal(number: int, _: FrameType | None) -> None:
         received.append(number)
-        restore()
+        if len(received) == _MAX_STOP_SIGNALS:
+            restore()
         stop()
 
     for number in numbers:
