@@ -118,6 +118,24 @@ def check_run(run: object) -> None:
     check_type(run, Run, "run", "give a loaded run, such as load('runs/mine')")
 
 
+def check_new_run(path: Path) -> None:
+    """Refuse the folder of a new run if it holds a run already.
+
+    Raises:
+        UserError: it does, or its name is not valid UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another") from None
+    with as_user_error(f"writing {path}"):
+        if (path / "config.yaml").exists():
+            advice = f"resume it (txl train --resume {quoted(path)}), or choose another folder"
+            with suppress(UserError):
+                advice = RunFolder.open(path).advice_if_stopped_early() or advice
+            raise UserError(f"{path} holds a run already; {advice}")
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, with its settings and tokenizer."""
@@ -151,16 +169,7 @@ class RunFolder:
         Raises:
             UserError: the path exists already, or the file system refuses.
         """
-        try:
-            str(path).encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another") from None
-        with as_user_error(f"writing {path}"):
-            if (path / "config.yaml").exists():
-                advice = f"resume it (txl train --resume {quoted(path)}), or choose another folder"
-                with suppress(UserError):
-                    advice = RunFolder.open(path).advice_if_stopped_early() or advice
-                raise UserError(f"{path} holds a run already; {advice}")
+        check_new_run(path)
         with atomic_folder(path) as temporary:
             (temporary / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")

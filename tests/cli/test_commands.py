@@ -122,7 +122,7 @@ def test_find_rate_prints_a_rate_and_the_command_that_trains_with_it(folder: Pat
     assert config.train.learning_rate == result["learning_rate"]
     assert (config.model.n_layers, config.train.lr_schedule, config.evaluation.dtype) == (2, "wsd", "auto")
     assert config.model.norm_first
-    printed = txl(*words[:6], *MODEL, *TRAIN, *flags, "--find-rate")
+    printed = txl(*words[:4], "--run", tmp_path / "other", *MODEL, *TRAIN, *flags, "--find-rate")
     assert printed.out.splitlines()[-1].startswith(f"next: txl train {NO_RECIPE} --corpus ")
     assert "learning rate 0." in printed.out
 

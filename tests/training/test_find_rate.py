@@ -101,6 +101,57 @@ def test_search_agrees_from_a_small_and_a_large_rate(tmp_path: Path) -> None:
     assert 1e-3 < rates[0] < 0.3
 
 
+def test_trainings_leave_unread_text_for_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time would allow thousands of steps. The text has 38 segments: 30 to train on, and 8 to score."""
+    epochs = []
+
+    def score(training: find_rate._Training, num_segments: int) -> float:
+        found = unpatched(training, num_segments)
+        epochs.append(training._position.segment)
+        return found
+
+    unpatched = find_rate._Training._score
+    monkeypatch.setattr(find_rate._Training, "_score", score)
+    corpus = letters_corpus(tmp_path / "corpus", num_train=3 * 7 * 38, num_valid=0)
+    result = find_learning_rate(None, corpus, train={**TRAIN, "max_steps": 5000}, **OPTIONS | {"seconds": 600})
+    assert {trial.steps for trial in result.trials} == {30}
+    assert all(position.epoch == 0 or position.segment_index == 0 for position in epochs)
+    assert not any("learns it by heart" in note for note in result.notes)
+    short = letters_corpus(tmp_path / "short", num_train=200, num_valid=0)
+    notes = find_learning_rate(None, short, train={**TRAIN, "max_steps": 5000}, **OPTIONS).notes
+    assert any("learns it by heart" in note for note in notes)
+
+
+def test_rates_too_small_to_teach_anything_are_refused(tmp_path: Path) -> None:
+    corpus = letters_corpus(tmp_path / "corpus")
+    with pytest.raises(UserError, match=r"same at all learning rates from .* begin the search with a larger"):
+        find_learning_rate(None, corpus, train={**TRAIN, "learning_rate": 1e-30}, **OPTIONS)
+
+
+def test_notes_say_what_the_proposal_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is lowest at the highest rate that any search tries."""
+
+    def loss(training: find_rate._Training, _: object) -> float:
+        return 3 - 0.1 * math.log(training._config.learning_rate)
+
+    monkeypatch.setattr(find_rate._Training, "nats_per_token", loss)
+    train = {
+        **TRAIN,
+        "weight_average": "ema",
+        "segment_length": 8,
+        "memory_length": 8,
+        "initial_segment_length": 4,
+        "segment_warmup_steps": 8,
+    }
+    result = find_learning_rate(None, letters_corpus(tmp_path / "corpus"), train=train, **OPTIONS)
+    tried = max(trial.learning_rate for trial in result.trials)
+    text = "\n".join(result.notes)
+    assert "was the highest of those tried" in text
+    assert f"search again with --train.learning-rate {tried:.2g}" in text
+    assert "without train.weight_average ema" in text
+    assert "without train.initial_segment_length 4" in text
+
+
 def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = letters_corpus(tmp_path / "corpus")
     with pytest.raises(UserError, match="97 sequences"):

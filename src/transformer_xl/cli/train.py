@@ -66,6 +66,8 @@ def train(
     if find_rate:
         if resume is not None:
             raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
+        if base is not None:
+            raise UserError("--base is for an adapter that is resumed, and --find-rate for a new run; leave one out")
         _find_rate(recipe or DEFAULT_RECIPE, _given_corpus(corpus), run, options, device_options, as_json=json)
         return 0
     options |= {**vars(device_options), "handle_signals": True}
@@ -101,8 +103,13 @@ def _find_rate(
     as_json: bool,
 ) -> None:
     """Print a learning rate for a training with these settings, and the command that trains with it."""
+    from transformer_xl.run_folder import check_new_run
     from transformer_xl.training.find_rate import find_learning_rate
+    from transformer_xl.training.train import complete_settings, default_run, ignore
 
+    # what `find_learning_rate` does not take but the printed command will be refused for
+    complete_settings(recipe, corpus, settings, ignore)
+    check_new_run(run or default_run(corpus, recipe))
     given = {group: settings[group] for group in ("model", "train") if group in settings}
     result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
     words = ["txl", "train", recipe, "--corpus", str(corpus)]

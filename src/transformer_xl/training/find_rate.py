@@ -3,7 +3,8 @@
 Each short training is a whole one with fewer steps: from the same initial weights, over the same text, with warm-up
 and decay shortened in proportion. So none inherits anything from a training with another rate, as in a range test,
 where the loss of a rate is that of all rates before it. Rates are compared by the loss of the text that follows, which
-no trial has read and all trials score alike.
+all trials score alike. No trial has read it: trainings are so short that it ends with the first epoch. Only a text too
+short even for that is scored again, with a note.
 
     rates four times apart  ->  rates twice apart around the best  ->  lowest point of a parabola  ->  whole length
 
@@ -32,7 +33,7 @@ from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path
 from transformer_xl.model.memory import Memory
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.run_folder import build_checked
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.text.token_store import Corpus
@@ -50,6 +51,7 @@ _SHARES = (0.35, 0.95)  # of the time that is left at the beginning of each roun
 _USUAL_TRIALS = 4  # in a round: three, and one more because the best rate was at an end
 _MAX_TRIALS = 8  # in a round
 _SCORED_FRACTION = 0.25  # segments scored after a training, relative to its steps
+_MIN_SPREAD = 1e-3  # of the losses, relative; rates that differ less are all too small to teach anything
 _LENGTH_EXPONENTS = {"adam": 0.125, "adamw": 0.125, "muon": 0.5}  # see above
 
 
@@ -77,6 +79,8 @@ class LearningRateResult(Displayed):
     """Time they took."""
     trials: tuple[RateTrial, ...]
     """All short trainings, in order."""
+    notes: tuple[str, ...] = ()
+    """What makes the proposal less certain than usual."""
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -115,7 +119,8 @@ def find_learning_rate(
         The proposed rate and the losses of all short trainings.
 
     Raises:
-        UserError: settings or corpus are invalid, torchrun started several processes, or no rate gives a finite loss.
+        UserError: settings or corpus are invalid, torchrun started several processes, no rate gives a finite loss, or
+            the loss is the same at all rates.
     """
     advice = "give a recipe such as 'small', a RunConfig, or None and settings by group"
     check_type(config, (str, Path, RunConfig, type(None)), "config", advice)
@@ -145,10 +150,13 @@ class _Search:
         self._end = self._start + seconds
         self._show_progress = show_progress
         self._trials: list[RateTrial] = []
+        self._notes: list[str] = []
         self._bar: ProgressBar | None = None
         first = config.train.learning_rate
         timed = _Training(config, corpus, device, first, _TIMED_STEPS)
         self._step_seconds = sorted(timed.step_seconds())[_TIMED_STEPS // 2]
+        # as many as leave text that was not read for scoring
+        self._max_steps = min(config.train.max_steps, int(timed.epoch_steps() / (1 + _SCORED_FRACTION)))
         expected = max(seconds, _USUAL_TRIALS * sum(_MIN_STEPS) * self._step_seconds)
         if show_progress and expected > 1.2 * seconds:
             say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected:,.0f} s")
@@ -159,12 +167,44 @@ class _Search:
         with self._bar or nullcontext():
             rate = self._rounds()
         seconds = time.perf_counter() - self._start
-        return LearningRateResult(rate, str(self._device), seconds, tuple(self._trials))
+        self._add_notes()
+        if self._show_progress:
+            for text in self._notes:
+                note(text)
+        return LearningRateResult(rate, str(self._device), seconds, tuple(self._trials), tuple(self._notes))
+
+    def _add_notes(self) -> None:
+        config = self._config.train
+        if self._max_steps < min(_MIN_STEPS[1], config.max_steps):
+            self._notes.append(
+                "the text is so short that the trainings were scored on text that they had read; the rate may be the "
+                "one that learns it by heart fastest"
+            )
+        if config.weight_average != "none":
+            self._notes.append(f"the rate is that without train.weight_average {config.weight_average}")
+        if config.initial_segment_length is not None:
+            self._notes.append(
+                f"the rate is that of whole segments, without train.initial_segment_length "
+                f"{config.initial_segment_length}"
+            )
 
     def _rounds(self) -> float:
         config = self._config.train
         _, losses = self._round(0, config.learning_rate, factor=4)
-        steps, losses = self._round(1, min(losses, key=lambda rate: losses[rate]), factor=2)
+        lowest, highest = min(losses.values()), max(losses.values())
+        if highest - lowest < _MIN_SPREAD * lowest:
+            raise UserError(
+                f"the loss is the same at all learning rates from {min(losses):.2g} to {max(losses):.2g}, so they are "
+                "too small to teach the model anything; begin the search with a larger --train.learning-rate"
+            )
+        steps, losses = self._round(1, _best(losses), factor=2)
+        best = _best(losses)
+        if best in (min(losses), max(losses)):
+            end = "lowest" if best == min(losses) else "highest"
+            self._notes.append(
+                f"the best rate was the {end} of those tried, so one beyond it may be better; search again with "
+                f"--train.learning-rate {best:.2g}"
+            )
         rate = _lowest_point(losses) * (steps / config.max_steps) ** _LENGTH_EXPONENTS[config.optimizer]
         return float(f"{rate:.2g}")
 
@@ -177,10 +217,10 @@ class _Search:
         left = max(0.0, self._end - time.perf_counter())
         # scoring a segment takes about a third of a step, which also has a backward pass
         steps = _SHARES[index] * left / (_USUAL_TRIALS * self._step_seconds * (1 + _SCORED_FRACTION / 3))
-        steps = min(max(round(steps), _MIN_STEPS[index]), self._config.train.max_steps)
+        steps = max(min(round(steps), self._max_steps), min(_MIN_STEPS[index], self._config.train.max_steps))
         losses = {rate: self._trial(rate, steps) for rate in (middle / factor, middle, middle * factor)}
         while len(losses) < _MAX_TRIALS:
-            best = min(losses, key=lambda rate: losses[rate])
+            best = _best(losses)
             is_finite = math.isfinite(losses[best])
             if min(losses) < best < max(losses) and is_finite:
                 break
@@ -204,10 +244,15 @@ class _Search:
         return math.inf if finite is None else nats
 
 
+def _best(losses: Mapping[float, float]) -> float:
+    """Return the rate with the lowest loss, the largest of them if there are several."""
+    return min(losses, key=lambda rate: (losses[rate], -rate))
+
+
 def _lowest_point(losses: Mapping[float, float]) -> float:
     """Return the rate where the parabola through the losses of the best rate and its neighbors is lowest."""
     rates = sorted(losses)
-    index = min(range(len(rates)), key=lambda index: losses[rates[index]])
+    index = rates.index(_best(losses))
     around = [losses[rate] for rate in rates[max(0, index - 1) : index + 2]]
     if len(around) < 3 or not all(map(math.isfinite, around)) or around[0] + around[2] == 2 * around[1]:
         return rates[index]
@@ -231,6 +276,11 @@ class _Training:
         self._rows = [len(rows) for rows in micro_batches(self._dataset.local_batch_size, self._config, 1)]
         self._memories: tuple[Memory, ...] = ()  # the first batch of an epoch begins with empty ones
         self._position = BatchPosition(0, DatasetPosition())
+
+    def epoch_steps(self) -> int:
+        """Return the number of steps of an epoch, approximately if segment lengths are random."""
+        tokens = self._config.segment_length if self._config.random_segment_lengths else 1
+        return self._dataset.segments_in(epoch=0) // tokens
 
     def step_seconds(self) -> list[float]:
         """Train, and return the seconds of each step."""
