@@ -199,6 +199,7 @@ def report_tables(results: Results) -> Results:
     machine = results["machine"]
     return {
         "machine": f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})",
+        "text": f"the standard library of Python {results['versions']['python']}",
         "test_tokens": results["test_tokens"],
         "tables": {
             seconds: [{"name": contestant(row).replace("`", ""), **{key: row[key] for key in REPORTED}} for row in rows]

@@ -32,7 +32,7 @@ class MemoryLengths(Settings):
 
     def describe(self) -> str:
         """Return in words why this length is used."""
-        return f"best of {', '.join(f'{length:,}' for length in self.nats_per_token)} on the validation text"
+        return f"chosen from {', '.join(f'{length:,}' for length in self.nats_per_token)} on the validation text"
 
 
 @dataclass(frozen=True)

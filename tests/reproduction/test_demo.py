@@ -22,6 +22,7 @@ RECIPE = {
     "model": {"vocab_size": 256, "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16},
     "train": {"segment_length": 8, "memory_length": 8, "batch_size": 2, "max_steps": 3, "learning_rate": 0.002,
               "warmup_steps": 1, "eval_interval": 3, "eval_tokens": 64},
+    "evaluation": {"memory_length": 4},
 }  # fmt: skip
 
 
@@ -58,12 +59,14 @@ def test_report_has_parameters_settings_machine_and_date(report: tuple[dict[str,
 
 
 def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[dict[str, Any], Path]) -> None:
-    """The model was trained with a memory of 8."""
+    """The model was trained with a memory of 8, and its recipe has one of 4 for evaluation."""
     values, file = report
     whole, curve = values["test"], {scores["memory_length"]: scores for scores in values["by_memory_length"]}
     assert list(curve) == [0, 2, 4, 8, 16, 32]
     assert [scores["bytes"] for scores in (whole, *curve.values())] == [100] * 7
-    assert whole["bits_per_byte"] == curve[whole["memory_length"]]["bits_per_byte"]
+    assert whole["memory_length"] == 4
+    assert "with memory length 4 (evaluation.memory_length of the run)" in file.read_text()
+    assert whole["bits_per_byte"] == curve[4]["bits_per_byte"]
     test_table, curve_table = (
         [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
         for table in re.findall(r"<table><thead>.*?</table>", file.read_text(), flags=re.DOTALL)[:2]
@@ -78,6 +81,7 @@ def test_other_programs_are_shown_as_measured(report: tuple[dict[str, Any], Path
     page = unescape(report[1].read_text())
     measured = json.loads(Path(demo.__file__).with_name("equal_time.json").read_text())
     assert measured["machine"] in page
+    assert f"trained for the same time on {measured['text']}, with" in page
     for seconds, rows in measured["tables"].items():
         (table,) = re.findall(rf"<table><thead>(?:(?!</table>).)*{seconds} seconds.*?</table>", page, flags=re.DOTALL)
         cells = [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]

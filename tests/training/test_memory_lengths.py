@@ -27,7 +27,7 @@ from transformer_xl.tensor_file import load_tensors, save_tensors
 OPTIONS: dict[str, Any] = {"model": MODEL, "device": "cpu", "progress": False}
 # 64 steps of 64 tokens; 1 token in 64 of them is 64, which the longest of 8 tokens fits into 8 times
 SETTINGS = TRAIN | {"segment_length": 4, "memory_length": 2, "batch_size": 16, "max_steps": 64, "eval_interval": 40}
-BEST_OF = "best of 1, 2, 4, 8 on the validation text"
+BEST_OF = "chosen from 1, 2, 4, 8 on the validation text"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_evaluation_scoring_and_generation_use_the_chosen_length(path: Path) -> 
 def test_settings_that_are_given_or_of_the_run_precede_the_chosen_length(path: Path) -> None:
     run = load(path, device="cpu")
     stated = replace(run, config=run.config.model_copy(update={"evaluation": EvaluationConfig(memory_length=3)}))
-    other_lengths = "as trained; the best was measured with another segment, window or clamp length"
+    other_lengths = "as trained; another was chosen with another segment, window or clamp length"
     for model, given, expected in (
         (run, {}, (4, BEST_OF)),
         (run, {"memory_length": 7}, (7, "given")),

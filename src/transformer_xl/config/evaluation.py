@@ -49,8 +49,8 @@ class EvaluationConfig(Settings):
     """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
     window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Number of memory slots, one for each token; none: the length that was best on the validation text when training
-    ended, or train.memory_length where none was measured. Can be much larger than in training."""
+    """Number of memory slots, one for each token; none: the length that was chosen on the validation text when
+    training ended, or train.memory_length where none was measured. Can be much larger than in training."""
     extended_context_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
     """Without memory: tokens before each segment that are read again with it and not scored; none: that of training, or
     0 with memory."""

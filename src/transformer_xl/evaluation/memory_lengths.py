@@ -1,4 +1,4 @@
-"""The memory length with which a run is evaluated by default: the best of several, measured on the validation text.
+"""The memory length with which a run is evaluated by default: chosen from several, measured on the validation text.
 
 A longer memory than in training can lower the loss or raise it. So after training the best weights score the beginning
 of the validation text at half the trained length, at that length, and at 2, 4 and 8 times as much.

@@ -128,7 +128,7 @@ class EvaluationPlan:
             if measured == (segment_length, window, clamp):
                 memory_length, reason = memory_lengths.chosen, memory_lengths.describe()
             else:
-                reason = "as trained; the best was measured with another segment, window or clamp length"
+                reason = "as trained; another was chosen with another segment, window or clamp length"
         is_given = overrides.extended_context_length is not None
         extended = overrides.extended_context_length if is_given else run.evaluation.extended_context_length
         if extended is None:

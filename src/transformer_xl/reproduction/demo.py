@@ -40,7 +40,7 @@ from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
 from transformer_xl.training.train import TrainResult, train
 
-COLUMNS = ["on all test bytes", "bits per byte", "bytes/s"]
+COLUMNS = ["model or command", "bits per byte", "bytes/s"]
 """Columns of the table of results."""
 CURVE_COLUMNS = ["memory length", "bits per byte", "bytes/s"]
 """Columns of the table of results by memory length."""
@@ -61,7 +61,7 @@ class DemoResult:
     report: Path
     """Path of the report, written if training was finished."""
     test: dict[str, Any] = field(default_factory=dict)
-    """`EvaluationResult.as_dict` of the test text, with the memory length that is best on the validation text."""
+    """`EvaluationResult.as_dict` of the test text, with the memory length that `evaluate` takes by itself."""
     curve: dict[int, dict[str, Any]] = field(default_factory=dict)
     """`EvaluationResult.as_dict` of the first part of the test text, by memory length."""
     compressors: dict[str, float] = field(default_factory=dict)
@@ -142,9 +142,9 @@ def run_demo(
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
 
-    def scores(name: str, number: int, memory_length: int | None = None) -> dict[str, Any]:
+    def scores(name: str, number: int, **settings: int) -> dict[str, Any]:
         with ProgressBar(name, number, "tokens") as bar:
-            config = EvaluationConfig(batch_size=_BATCH_SIZE, memory_length=memory_length)
+            config = EvaluationConfig(batch_size=_BATCH_SIZE, **settings)
             return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
 
     whole = scores("test text", num_tokens)
@@ -203,8 +203,8 @@ def demo_page(result: DemoResult, source: str) -> str:
                 f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on bytes ({source}) "
                 f"for {train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
                 f"bytes. The whole demo took {result.seconds:,.0f} seconds. The table scores {result.test['bytes']:,} "
-                "bytes of files that the model never saw, with the memory length that is best on the validation text; "
-                f"it needs {result.test['bits_per_byte']:.2f} bits per byte."
+                f"bytes of files that the model never saw, with memory length {result.test['memory_length']:,} "
+                f"({result.test['memory_length_reason']}); it needs {result.test['bits_per_byte']:.2f} bits per byte."
             ),
             table(COLUMNS, result.rows()),
             heading("Model, training and machine"),
@@ -237,16 +237,16 @@ def demo_page(result: DemoResult, source: str) -> str:
 
 
 def _equal_time() -> list[str]:
-    """Return the section on what other programs learn from this text in the same time, as measured elsewhere."""
+    """Return the section on what other programs learn from such a text in a given time, as measured elsewhere."""
     file = resources.files("transformer_xl.reproduction") / "equal_time.json"  # written by benchmarks/chart.py
     measured = json.loads(file.read_text(encoding="utf-8"))
     elements = [
-        heading("What would other programs learn in the same time?"),
+        heading(f"What do other programs learn in {' or '.join(measured['tables'])} seconds?"),
         paragraph(
             f"Not measured on this computer, but by benchmarks/equal_time.py on {measured['machine']}: models of "
-            "different programs, each trained on this text for the same time with settings chosen on another one, and "
-            f"scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is "
-            "that over seeds."
+            f"different programs, each trained for the same time on {measured['text']}, with settings chosen on "
+            f"another text, and scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is "
+            "better; the range is that over seeds."
         ),
     ]
     for seconds, rows in measured["tables"].items():

@@ -1,4 +1,4 @@
-"""Measurement of memory lengths when training ends: evaluation uses the best of them by default."""
+"""Measurement of memory lengths when training ends: by default evaluation uses the one chosen from them."""
 
 from __future__ import annotations
 
