@@ -12,6 +12,7 @@ from typing_extensions import override
 from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.segments import Batch
+from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.callbacks import Callback, Metrics
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS
@@ -53,6 +54,8 @@ class Trainee:
         with_loss = ModelWithLoss(self.model, copy_memory=train.compile == "cudagraphs")
         optimizers = build_optimizers(self.model, train)
         self.train_step = TrainStep(with_loss, optimizers, train, torch_device, SINGLE_PROCESS)
+        self.average = None if train.weight_average == "none" else WeightAverage(self.model, train)
+        self.num_steps = 0
         self.memories = (self.model.initial_memory(train.batch_size),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -65,4 +68,7 @@ class Trainee:
         loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
         batch = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, is_first=False)
         sums, self.memories = self.train_step(batch, self.memories)
+        self.num_steps += 1
+        if self.average is not None:
+            self.average.update(self.num_steps)
         return sums[0] / sums[1]  # sum of the losses, number of scored tokens

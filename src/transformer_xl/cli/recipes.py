@@ -35,7 +35,7 @@ def recipes(name: str | None = None, /, *, json: Json = False) -> None:
             f"{(recipe.flops_per_step or 0) / 1e12:,.3g}",
             f"{(recipe.bytes_per_step or 0) / 1e9:,.3g}",
             _format_metrics(recipe.published) or "-",
-            _format_metrics(recipe.measured) or "not measured",
+            " on ".join(filter(None, [_format_metrics(recipe.measured), recipe.measured_corpus])) or "not measured",
         ]
         for name, recipe in loaded.items()
     ]

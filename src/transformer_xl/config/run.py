@@ -197,6 +197,8 @@ class _RecipeNotes(Settings):
     """Published results on the test split, by metric, such as bits_per_byte."""
     measured: dict[str, float] = Field(default_factory=dict)
     """Results of this package on the test split, by metric, such as bits_per_byte."""
+    measured_corpus: str | None = None
+    """Name of the corpus with the measured results, if the settings are for any."""
     published_parameters: float | None = None
     """Published number of parameters, rounded."""
     parameters: int | None = None
