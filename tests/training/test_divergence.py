@@ -111,6 +111,19 @@ def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
     assert (100 + 50 < step < 220, last) == (True, "lost")
 
 
+def test_loss_that_has_risen_before_there_was_a_mean_is_lost(tmp_path: Path) -> None:
+    """Without a warm-up the first steps can already destroy a model; that is not a loss of token frequencies."""
+    ((step, last),) = changes(tmp_path, np.where(np.arange(STEPS) < 5, 5.6, 19.5) + NOISE)
+    assert (50 < step < 150, last) == (True, "lost")
+    assert changes(tmp_path / "high", 2 * 5.0 + 3 * np.exp(-np.arange(STEPS) / 60) + NOISE) == []
+
+
+def test_noise_of_a_tiny_batch_gives_no_warning(tmp_path: Path) -> None:
+    """Sequences of 64 tokens, whose losses are alike in one part of the text, with gradients that grow as they do."""
+    parts = np.where(np.arange(STEPS) // 80 % 2 == 0, 0.0, 0.6)
+    assert changes(tmp_path, LEARNING + 3 * NOISE + parts, NORMS * np.linspace(1, 4, STEPS)) == []
+
+
 def test_variance_of_a_token_is_at_first_the_mean_over_all_steps(tmp_path: Path) -> None:
     """A step's loss is the mean of n tokens, so the difference of two steps has the variance of a token times 2 / n."""
     losses = np.array([3.0, 3.5, 3.1])
@@ -188,6 +201,31 @@ def test_lost_run_stops_and_resumes_from_before_it_diverged(tmp_path: Path) -> N
     assert resumed.run()
 
 
+def test_text_that_cannot_be_predicted_does_not_stop_a_run(tmp_path: Path) -> None:
+    """Such as random bytes among ordinary text: the validation text is still predicted."""
+    corpus = letters_corpus(tmp_path / "corpus")
+    trainer = start(tmp_path / "run", corpus, **SETTINGS | {"max_steps": 150, "eval_interval": 150})
+    warnings, nats = Warnings(), trainer.model.nats
+    trainer.callbacks.append(warnings)
+
+    def changed_nats(hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        is_hard = trainer.model.training and 60 <= trainer.state.step + 1 < 130
+        return nats(hidden_BTD, targets_BT) + (20.0 if is_hard else 0.0)
+
+    trainer.model.nats = changed_nats
+    assert trainer.run()
+    assert trainer.state.divergence.num_lost_steps < 50
+
+
+def test_run_lost_from_its_beginning_keeps_no_lost_weights(tmp_path: Path) -> None:
+    """With validation text, the first validation after the first steps makes lost weights the best ones."""
+    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus"), **SETTINGS | {"eval_interval": 25})
+    add_to_losses(trainer, lambda _: 20.0)
+    with pytest.raises(UserError, match=r"no good weights were saved.* txl train --find-rate"):
+        trainer.run()
+    assert trainer.folder.best_known() is None
+
+
 def test_changed_settings_begin_new_statistics(tmp_path: Path) -> None:
     """Losses at another learning rate are not compared with those before."""
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), **SETTINGS)
@@ -233,7 +271,7 @@ def test_overfitting_is_reported_once(
 def test_warning_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run whose rate is too large to learn even two letters that alternate."""
     corpus = make_corpus(tmp_path / "corpus", b"ab" * 2000)
-    settings = {"segment_length": 7, "memory_length": 7, "batch_size": 3, "warmup_steps": 5, "learning_rate": 3.0}
+    settings = {"segment_length": 7, "memory_length": 7, "batch_size": 3, "warmup_steps": 5, "learning_rate": 1.0}
     settings |= {"max_steps": 150, "max_grad_norm": 1e9, "dtype": "float32"}
     model = {"n_layers": 1, "d_model": 14, "n_heads": 2, "d_ff": 19}
     train(None, corpus, tmp_path / "run", model=model, train=settings, device="cpu")

@@ -142,14 +142,17 @@ def run_demo(
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
 
-    def scores(name: str, number: int, **settings: int) -> dict[str, Any]:
+    def scores(name: str, number: int, config: EvaluationConfig) -> dict[str, Any]:
         with ProgressBar(name, number, "tokens") as bar:
-            config = EvaluationConfig(batch_size=_BATCH_SIZE, **settings)
             return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
 
-    whole = scores("test text", num_tokens)
+    whole = scores("test text", num_tokens, EvaluationConfig(batch_size=_BATCH_SIZE))
     curve = {
-        length: scores(f"memory {length:,}", min(num_tokens, _CURVE_TOKENS), memory_length=length)
+        length: scores(
+            f"memory {length:,}",
+            min(num_tokens, _CURVE_TOKENS),
+            EvaluationConfig(batch_size=_BATCH_SIZE, memory_length=length),
+        )
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
     }
     content = run.tokenizer.decode_bytes(test.tokens[:num_tokens])

@@ -26,10 +26,10 @@ _LOSS_DECAY, _NORM_DECAY = 1 - 1 / 50, 1 - 1 / 20
 _MIN_STEPS = 20  # before which the means are those of too few steps
 _MIN_RISE, _MIN_RISE_DEVIATIONS = 0.1, 4.0  # of the loss, relative and in standard deviations of one step
 _MIN_NORM_RATIO = 10.0  # of the gradient norm to its lowest value
-# a text may become harder, but if gradients grow too, a smaller rise of the loss counts
 _MIN_NORM_RATIO_OF_RISE, _RISE_FACTOR = 2.0, 0.25
 _LEARNT_RATIO = 0.98  # a loss below this fraction of the entropy of single tokens shows that context is used
 _MIN_LEARNING_STEPS = 100  # after the warm-up, before which no model is told that it has learnt nothing
+_LOST_RATIO = 2.0  # of the loss to that of a uniform guess, after the warm-up, that no new model has
 _LOST_STEPS = 50  # above the loss of a uniform guess, after which a run is lost
 _SAMPLE_BLOCKS, _BLOCK_TOKENS = 64, 4096  # of the training text, for the entropy of its tokens
 
@@ -152,6 +152,8 @@ class DivergenceDetector:
         has_risen = _rise(state) > threshold
         # a new model may begin above a uniform guess and fall slowly; one that rises from there does not come back
         was_lower = has_risen or state.lowest_nats < _LEARNT_RATIO * self._uniform_nats
+        # it may have risen in the first steps, before there was a mean
+        was_lower |= state.num_norms >= _MIN_STEPS and state.mean_nats > _LOST_RATIO * self._uniform_nats
         is_lost = state.mean_nats > self._uniform_nats and was_lower
         changes = {
             "has_risen": has_risen,
@@ -163,7 +165,12 @@ class DivergenceDetector:
     def has_learnt_nothing(self, state: DivergenceState, step: int) -> bool:
         """Return whether, at the one step where this is judged, the loss is that of frequencies of tokens."""
         is_judged = step == self._learning_step and state.num_steps >= _MIN_STEPS and not state.is_diverging
-        return is_judged and state.mean_nats > _LEARNT_RATIO * self.token_entropy
+        return is_judged and _LEARNT_RATIO * self.token_entropy < state.mean_nats < self._uniform_nats
+
+    @property
+    def uniform_nats(self) -> float:
+        """Loss of a uniform guess, in nats per token."""
+        return self._uniform_nats
 
     @cached_property
     def token_entropy(self) -> float:
@@ -179,8 +186,11 @@ class DivergenceDetector:
 def _rise(state: DivergenceState) -> float:
     """Return the rise of the loss above its lowest value, in units of the smallest that counts."""
     assert state.lowest_nats is not None
-    counts = max(_MIN_RISE * state.lowest_nats, _MIN_RISE_DEVIATIONS * state.lowest_deviation, 1e-30)
-    if state.norm_ratio > _MIN_NORM_RATIO_OF_RISE:
+    relative = _MIN_RISE * state.lowest_nats
+    counts = max(relative, _MIN_RISE_DEVIATIONS * state.lowest_deviation, 1e-30)
+    # A text may become harder, but if gradients grow too, a smaller rise counts. Not where the batch is so small that a
+    # single step deviates by more: there a passage of the text can raise the loss of many steps.
+    if state.norm_ratio > _MIN_NORM_RATIO_OF_RISE and state.lowest_deviation < relative:
         counts *= _RISE_FACTOR
     return (state.mean_nats - state.lowest_nats) / counts
 

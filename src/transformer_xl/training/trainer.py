@@ -347,16 +347,10 @@ class Trainer:
         now = self._divergence.update(before, step, nats, num_targets, grad_norm)
         self._update_state(divergence=now)
         if now.is_lost:
-            checkpoint = checkpoint_before(self.folder, now.lowest_step)
-            with self.world.raise_together():
-                if self.world.is_first and checkpoint is not None:
-                    delete_checkpoints_after(self.folder, checkpoint)
-            raise UserError(
-                f"the loss is {now.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
-                f"{now.num_lost_steps} steps, after {now.lowest_nats:.3f} at step {now.lowest_step:,}; {checkpoint} is "
-                "the last good checkpoint. Resume from it with a lower learning rate, such as txl train --find-rate "
-                f"proposes: {self._resume_slower()}"
-            )
+            if self._predicts_validation_text():  # the training text has become harder here, and the model is not lost
+                self._update_state(divergence=now.model_copy(update={"num_lost_steps": 0}))
+                return
+            self._end_lost_run(now, step)
         if now.is_diverging and not before.is_diverging:
             self._warn(
                 f"at step {step:,} {now.describe()}; the learning rate is probably too large. Stop with Ctrl-C and "
@@ -368,6 +362,40 @@ class Trainer:
                 f"give ({self._divergence.token_entropy:.3f}); the learning rate is probably too large, or far too "
                 "small. Stop with Ctrl-C and start a new run with another; txl train --find-rate proposes one"
             )
+
+    def _predicts_validation_text(self) -> bool:
+        """Return whether the weights predict the validation text better than a uniform guess; False without one."""
+        if self.validator is None:
+            return False
+        memory = self.model.initial_memory(self.validator.dataset.local_batch_size)
+        nats = self.validator.sum_losses(self.wrapped_model, memory, lambda *_: False)
+        return nats is not None and nats / self.validator.num_tokens < self._divergence.uniform_nats
+
+    def _end_lost_run(self, state: DivergenceState, step: int) -> None:
+        """Delete what the run saved since it was at its best, and raise a UserError that says how to go on."""
+        assert state.lowest_nats is not None
+        was_good = state.lowest_nats < self._divergence.uniform_nats
+        checkpoint = checkpoint_before(self.folder, state.lowest_step) if was_good else None
+        with self.world.raise_together():
+            if self.world.is_first:
+                if checkpoint is not None:
+                    delete_checkpoints_after(self.folder, checkpoint)
+                best = self.folder.best_known()
+                if best is not None and best[1] > self._divergence.uniform_nats:
+                    (self.folder.path / self.folder.weights_name).unlink()
+        said = (
+            f"the loss is {state.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
+            f"{state.num_lost_steps} steps, after {state.lowest_nats:.3f} at step {state.lowest_step:,}; "
+        )
+        if checkpoint is None or checkpoint.name == "step-00000000":
+            raise UserError(
+                f"{said}no good weights were saved. Start a new run with a much lower learning rate; txl train "
+                "--find-rate, with the same settings, proposes one"
+            )
+        raise UserError(
+            f"{said}{checkpoint} is the last good checkpoint. Resume from it with half the learning rate: "
+            f"{self._resume_slower()}"
+        )
 
     def _check_overfitting(self, valid_nats: float, best_nats: float) -> None:
         """Warn once when the validation loss has risen above a lower training loss, of a text that was read before."""
@@ -579,12 +607,13 @@ def training_memory(
     # a single micro-batch frees its activations while the gradients appear
     state += gradients if len(rows) > 1 else max(0, gradients - activations)
     cache = 4 * local_batch_size * min_cache(model, train.memory_length, training=True)
+    ngrams = "model.ngram_buckets, model.d_ngram, " if model.max_ngram > 1 else ""
     fewer_rows = f"set train.micro_batch_size below {max(rows):,}, or " if max(rows) > 1 else ""
     return [
         MemoryUse(
             f"weights, gradients and optimizer state of {parameters:,} parameters",
             state + MIN_LAYER_BYTES * model.n_layers,
-            "lower model.n_layers or the widths of the model (model.d_model and so on)",
+            f"lower {ngrams}model.n_layers or the widths of the model (model.d_model and so on)",
         ),
         MemoryUse(
             f"the activations of {max(rows):,} x {train.num_inputs:,} tokens",
