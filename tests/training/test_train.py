@@ -335,6 +335,16 @@ def test_warm_up_longer_than_the_training_is_said(
     assert "warm-up" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("window", "is_said"), [(17, True), (18, False), (None, False)])
+def test_evaluation_that_sees_less_than_training_is_said(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str], window: int | None, is_said: bool
+) -> None:
+    """Such as that of a recipe whose memory length was raised; the last token of a segment sees 7 + 11 tokens."""
+    settings = {"model": MODEL, "train": TRAIN | {"max_steps": 1}, "evaluation": {"attention_window": window}}
+    train_run(None, corpus, tmp_path / "run", device="cpu", **settings)
+    assert ("evaluation attends to 17 tokens, fewer than training" in capsys.readouterr().err) == is_said
+
+
 @pytest.mark.parametrize(
     ("recipe", "given", "steps", "warmup_steps"),
     [
