@@ -118,7 +118,7 @@ def test_ctrl_c_is_raised_after_the_step_and_its_checkpoint(tmp_path: Path, corp
 
 
 @pytest.mark.parametrize("handle_signals", [True, False])
-def test_second_signal_does_not_end_the_writing_of_the_checkpoint(
+def test_second_signal_skips_the_validation_but_not_the_checkpoint(
     tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, handle_signals: bool
 ) -> None:
     write = trainer_module.save_checkpoint
@@ -134,7 +134,9 @@ def test_second_signal_does_not_end_the_writing_of_the_checkpoint(
             None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[SendSignal(signal.SIGINT)],
             handle_signals=handle_signals, **OPTIONS,
         )  # fmt: skip
-    assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == "step-00000003"
+    newest = RunFolder.open(tmp_path / "run").checkpoints()[-1]
+    assert newest.name == "step-00000003"
+    assert CheckpointRecord.read(newest).state["validation_step"] == 0  # and the second skips the validation
 
 
 def test_handled_signal_ends_training_with_a_result(tmp_path: Path, corpus: Corpus) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +110,11 @@ def _find_rate(
 
     # what `find_learning_rate` does not take but the printed command will be refused for
     complete_settings(recipe, corpus, settings, ignore)
-    check_new_run(run or default_run(corpus, recipe))
+    if run is not None:
+        check_new_run(run)
+    elif (default := default_run(corpus, recipe)).exists():
+        numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
+        run = next(path for path in numbered if not path.exists())
     given = {group: settings[group] for group in ("model", "train") if group in settings}
     result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
     words = ["txl", "train", recipe, "--corpus", str(corpus)]

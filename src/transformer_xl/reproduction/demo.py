@@ -151,7 +151,7 @@ def run_demo(
         length: scores(
             f"memory {length:,}",
             min(num_tokens, _CURVE_TOKENS),
-            EvaluationConfig(batch_size=_BATCH_SIZE, memory_length=length),
+            EvaluationConfig(method="memory", batch_size=_BATCH_SIZE, memory_length=length),
         )
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
     }
@@ -247,9 +247,10 @@ def _equal_time() -> list[str]:
         heading(f"What do other programs learn in {' or '.join(measured['tables'])} seconds?"),
         paragraph(
             f"Not measured on this computer, but by benchmarks/equal_time.py on {measured['machine']}: models of "
-            f"different programs, each trained for the same time on {measured['text']}, with settings chosen on "
-            f"another text, and scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is "
-            "better; the range is that over seeds."
+            f"different programs, each trained for the same time on {measured['text']}, with settings chosen by "
+            "60-second trainings on another text (and nanoGPT's learning rate again for the longer time). They are "
+            f"scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is "
+            "that over seeds."
         ),
     ]
     for seconds, rows in measured["tables"].items():

@@ -118,8 +118,8 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
             ).write(temporary)
     with world.raise_together():
         if world.is_first:
-            divergence = trainer.state.divergence
-            kept = checkpoint_before(folder, divergence.lowest_step) if divergence.is_diverging else None
+            # to return to if training diverges, which may become clear only after later checkpoints
+            kept = checkpoint_before(folder, trainer.state.divergence.lowest_step)
             _put_in_place(folder, new, path, kept)
     return path
 

@@ -29,8 +29,10 @@ _MIN_NORM_RATIO = 10.0  # of the gradient norm to its lowest value
 _MIN_NORM_RATIO_OF_RISE, _RISE_FACTOR = 2.0, 0.25
 _LEARNT_RATIO = 0.98  # a loss below this fraction of the entropy of single tokens shows that context is used
 _MIN_LEARNING_STEPS = 100  # after the warm-up, before which no model is told that it has learnt nothing
-_LOST_RATIO = 2.0  # of the loss to that of a uniform guess, after the warm-up, that no new model has
-_LOST_STEPS = 50  # above the loss of a uniform guess, after which a run is lost
+# A lost run has long had a loss above that of a uniform guess and above its own lowest, by these factors. A new model
+# may begin above a uniform guess; a passage that cannot be predicted raises the loss until the model has adapted to it.
+_LOST_RATIO, _LOST_RISE = 1.1, 1.2
+_LOST_SHARE, _LOST_STEPS = 0.1, (50, 500)  # for how long: this share of all steps, within limits
 _SAMPLE_BLOCKS, _BLOCK_TOKENS = 64, 4096  # of the training text, for the entropy of its tokens
 
 
@@ -67,7 +69,7 @@ class DivergenceState(Settings):
     has_exploded: bool = False
     """Whether the gradient norm is many times its lowest value."""
     num_lost_steps: int = Field(default=0, ge=0)
-    """Steps in a row with a mean loss above that of a uniform guess, after it had been below or has risen."""
+    """Steps in a row with a mean loss far above that of a uniform guess and above its lowest value."""
 
     @property
     def mean_nats(self) -> float:
@@ -94,11 +96,6 @@ class DivergenceState(Settings):
         """Whether the loss or the gradient norm is far above its lowest value."""
         return self.has_risen or self.has_exploded
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the loss has so long been above that of a uniform guess that it will not come back."""
-        return self.num_lost_steps >= _LOST_STEPS
-
     def describe(self) -> str:
         """Return how training diverges."""
         norm = f"the gradient norm has grown to {self.mean_norm:.3g}, from {self.lowest_norm or 0:.3g}"
@@ -120,6 +117,7 @@ class DivergenceDetector:
         """
         self._corpus, self._warmup_steps = corpus, config.warmup_steps
         self._uniform_nats = math.log(corpus.tokenizer.vocab_size)
+        self._max_lost_steps = min(max(_LOST_STEPS[0], int(_LOST_SHARE * config.max_steps)), _LOST_STEPS[1])
         # a model may stay at the frequencies for a while after the warm-up, and leave them later
         self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 2)
 
@@ -138,25 +136,24 @@ class DivergenceDetector:
         state = _count_loss(state, nats, num_targets)
         if step > self._warmup_steps:
             state = _count_norm(state, grad_norm)
-        if state.num_steps < _MIN_STEPS:
+        if not state.num_steps:
             return state
+        deviation = math.sqrt(state.token_variance / state.mean_targets)
         if state.lowest_nats is None or state.mean_nats < state.lowest_nats:
-            deviation = math.sqrt(state.token_variance / state.mean_targets)
             lowest = {"lowest_nats": state.mean_nats, "lowest_step": step, "lowest_deviation": deviation}
             state = state.model_copy(update=lowest)
+        if state.num_steps < _MIN_STEPS:
+            return state
+        if state.num_steps == _MIN_STEPS:  # what it was in the first steps comes from too few differences
+            state = state.model_copy(update={"lowest_deviation": deviation})
         if state.num_norms >= _MIN_STEPS and (state.lowest_norm is None or state.mean_norm < state.lowest_norm):
             state = state.model_copy(update={"lowest_norm": state.mean_norm})
         assert state.lowest_nats is not None
         # it is over when half of what began it is left, so that an alarm is not repeated at every crossing
         threshold = 0.5 if state.is_diverging else 1.0
-        has_risen = _rise(state) > threshold
-        # a new model may begin above a uniform guess and fall slowly; one that rises from there does not come back
-        was_lower = has_risen or state.lowest_nats < _LEARNT_RATIO * self._uniform_nats
-        # it may have risen in the first steps, before there was a mean
-        was_lower |= state.num_norms >= _MIN_STEPS and state.mean_nats > _LOST_RATIO * self._uniform_nats
-        is_lost = state.mean_nats > self._uniform_nats and was_lower
+        is_lost = state.mean_nats > max(_LOST_RATIO * self._uniform_nats, _LOST_RISE * state.lowest_nats)
         changes = {
-            "has_risen": has_risen,
+            "has_risen": _rise(state) > threshold,
             "has_exploded": state.norm_ratio > threshold * _MIN_NORM_RATIO,
             "num_lost_steps": state.num_lost_steps + 1 if is_lost else 0,
         }
@@ -165,7 +162,11 @@ class DivergenceDetector:
     def has_learnt_nothing(self, state: DivergenceState, step: int) -> bool:
         """Return whether, at the one step where this is judged, the loss is that of frequencies of tokens."""
         is_judged = step == self._learning_step and state.num_steps >= _MIN_STEPS and not state.is_diverging
-        return is_judged and _LEARNT_RATIO * self.token_entropy < state.mean_nats < self._uniform_nats
+        return is_judged and state.mean_nats > _LEARNT_RATIO * self.token_entropy
+
+    def is_lost(self, state: DivergenceState) -> bool:
+        """Return whether the loss has so long been above that of a uniform guess that it will not come back."""
+        return state.num_lost_steps >= self._max_lost_steps
 
     @property
     def uniform_nats(self) -> float:

@@ -156,7 +156,8 @@ class _Search:
         timed = _Training(config, corpus, device, first, _TIMED_STEPS)
         self._step_seconds = sorted(timed.step_seconds())[_TIMED_STEPS // 2]
         # as many as leave text that was not read for scoring
-        self._max_steps = min(config.train.max_steps, int(timed.epoch_steps() / (1 + _SCORED_FRACTION)))
+        self._epoch_steps = timed.epoch_steps()
+        self._max_steps = min(config.train.max_steps, int(self._epoch_steps / (1 + _SCORED_FRACTION)))
         expected = max(seconds, _USUAL_TRIALS * sum(_MIN_STEPS) * self._step_seconds)
         if show_progress and expected > 1.2 * seconds:
             say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected:,.0f} s")
@@ -179,6 +180,11 @@ class _Search:
             self._notes.append(
                 "the text is so short that the trainings were scored on text that they had read; the rate may be the "
                 "one that learns it by heart fastest"
+            )
+        elif config.max_steps > self._epoch_steps:
+            self._notes.append(
+                f"training reads the text {config.max_steps / self._epoch_steps:.1f} times, and these trainings less "
+                "than once; a lower rate may be better, as it learns the text by heart more slowly"
             )
         if config.weight_average != "none":
             self._notes.append(f"the rate is that without train.weight_average {config.weight_average}")
@@ -231,8 +237,8 @@ class _Search:
             losses[rate] = self._trial(rate, steps)
         if not math.isfinite(min(losses.values())):
             raise UserError(
-                f"the loss is not finite at any learning rate from {min(losses):.2g} to {max(losses):.2g}; check "
-                "train.max_grad_norm, train.dtype and the settings of the model"
+                f"the loss is not finite at any learning rate from {min(losses):.2g} to {max(losses):.2g}; begin the "
+                "search with a smaller --train.learning-rate, or check train.max_grad_norm and train.dtype"
             )
         return steps, losses
 

@@ -256,9 +256,13 @@ def run_training(
                     log,
                 )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
-            with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
+
+            def stop(is_repeated: bool) -> None:
+                trainer.stop(skip_validation=is_repeated)
+
+            with _stop_signals(stop, handle_signals=handle_signals) as received:
                 finished = trainer.run()
-                num_signals = len(received)
+                num_signals = min(len(received), 1)
                 record_memory_lengths(trainer, lambda: len(received) > num_signals, progress=show_progress)
         if received and not handle_signals:
             raise KeyboardInterrupt
@@ -515,8 +519,8 @@ def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator[list[int]]:
-    """Call `stop` at each signal and append the signal to the yielded list; from the fourth on the signals kill.
+def _stop_signals(stop: Callable[[bool], None], *, handle_signals: bool) -> Iterator[list[int]]:
+    """Append each signal to the yielded list, and call `stop` with whether it is not the first; the fourth kills.
 
     A second signal may come while the checkpoint is written, which must not end that. Without `handle_signals`, only
     Ctrl-C is delayed, in the main thread and if Python itself would raise KeyboardInterrupt: raised in the middle of a
@@ -538,7 +542,7 @@ def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator
         received.append(number)
         if len(received) == _MAX_STOP_SIGNALS:
             restore()
-        stop()
+        stop(len(received) > 1)
 
     for number in numbers:
         signal.signal(number, on_signal)

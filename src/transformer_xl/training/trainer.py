@@ -123,7 +123,7 @@ class Trainer:
         # the last step, and its metrics, whose computation may be unfinished
         self._pending: tuple[int, Tensor] | None = None
         self._saved_state: TrainerState | None = None  # that of the newest checkpoint
-        self._stop_requested = False
+        self._stop_requested = self._skip_validation = False
         self._start_time = self._interval_start = time.perf_counter()
         self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
         self._log = MetricsLog(folder)
@@ -202,13 +202,17 @@ class Trainer:
             )
         return warnings
 
-    def stop(self) -> None:
+    def stop(self, *, skip_validation: bool = False) -> None:
         """End training after the current step (or in the middle of a validation), with a checkpoint.
 
         The weights are then validated if they were not yet; a further call, during that validation, ends it. May be
         called from callbacks, signal handlers and other threads. Processes synchronize it every few steps.
+
+        Args:
+            skip_validation: do not validate the weights then.
         """
         self._stop_requested = True
+        self._skip_validation |= skip_validation
 
     def resume(self) -> list[str]:
         """Restore the newest checkpoint of the run, and remove later lines from metrics.jsonl.
@@ -262,7 +266,7 @@ class Trainer:
             UserError: the loss is no longer a finite number, or is long above that of a uniform guess, or the disk is
                 full; the last good checkpoint is unchanged.
         """
-        config, self._stop_requested = self.config, False
+        config, self._stop_requested, self._skip_validation = self.config, False, False
         self._interval_start = time.perf_counter()
         self._start_time = self._interval_start - self.state.seconds
         self._interval_tokens_read = 0
@@ -346,55 +350,46 @@ class Trainer:
         before = self.state.divergence
         now = self._divergence.update(before, step, nats, num_targets, grad_norm)
         self._update_state(divergence=now)
-        if now.is_lost:
-            if self._predicts_validation_text():  # the training text has become harder here, and the model is not lost
-                self._update_state(divergence=now.model_copy(update={"num_lost_steps": 0}))
-                return
+        if self._divergence.is_lost(now):
             self._end_lost_run(now, step)
         if now.is_diverging and not before.is_diverging:
             self._warn(
-                f"at step {step:,} {now.describe()}; the learning rate is probably too large. Stop with Ctrl-C and "
-                f"resume with half of it: {self._resume_slower()}"
+                f"at step {step:,} {now.describe()}; the learning rate is probably too large, unless the text is so "
+                f"different here. Stop with Ctrl-C and resume with half of it: {self._resume_slower()}"
             )
         elif self._divergence.has_learnt_nothing(now, step):
             self._warn(
-                f"at step {step:,} the loss is {now.mean_nats:.3f} nats per token, which frequencies of tokens alone "
-                f"give ({self._divergence.token_entropy:.3f}); the learning rate is probably too large, or far too "
+                f"at step {step:,} the loss is {now.mean_nats:.3f} nats per token, and frequencies of tokens alone "
+                f"give {self._divergence.token_entropy:.3f}; the learning rate is probably too large, or far too "
                 "small. Stop with Ctrl-C and start a new run with another; txl train --find-rate proposes one"
             )
-
-    def _predicts_validation_text(self) -> bool:
-        """Return whether the weights predict the validation text better than a uniform guess; False without one."""
-        if self.validator is None:
-            return False
-        memory = self.model.initial_memory(self.validator.dataset.local_batch_size)
-        nats = self.validator.sum_losses(self.wrapped_model, memory, lambda *_: False)
-        return nats is not None and nats / self.validator.num_tokens < self._divergence.uniform_nats
 
     def _end_lost_run(self, state: DivergenceState, step: int) -> None:
         """Delete what the run saved since it was at its best, and raise a UserError that says how to go on."""
         assert state.lowest_nats is not None
-        was_good = state.lowest_nats < self._divergence.uniform_nats
-        checkpoint = checkpoint_before(self.folder, state.lowest_step) if was_good else None
+        checkpoint = checkpoint_before(self.folder, state.lowest_step)
+        best = self.folder.best_known()
+        is_bad = best is not None and best[1] > self._divergence.uniform_nats
         with self.world.raise_together():
             if self.world.is_first:
                 if checkpoint is not None:
                     delete_checkpoints_after(self.folder, checkpoint)
-                best = self.folder.best_known()
-                if best is not None and best[1] > self._divergence.uniform_nats:
+                if is_bad:
                     (self.folder.path / self.folder.weights_name).unlink()
         said = (
             f"the loss is {state.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
-            f"{state.num_lost_steps} steps, after {state.lowest_nats:.3f} at step {state.lowest_step:,}; "
+            f"{state.num_lost_steps} steps, after {state.lowest_nats:.3f} at step {state.lowest_step:,}"
         )
-        if checkpoint is None or checkpoint.name == "step-00000000":
+        if best is not None and not is_bad:
+            said += f"; the best weights, of step {best[0]:,} with a validation loss of {best[1]:.3f}, are unchanged"
+        if checkpoint is None or (checkpoint.name == "step-00000000" and self.folder.config.finetune is None):
             raise UserError(
-                f"{said}no good weights were saved. Start a new run with a much lower learning rate; txl train "
-                "--find-rate, with the same settings, proposes one"
+                f"{said}. Start a new run with a much lower learning rate; txl train --find-rate, with the same "
+                "settings, proposes one"
             )
         raise UserError(
-            f"{said}{checkpoint} is the last good checkpoint. Resume from it with half the learning rate: "
-            f"{self._resume_slower()}"
+            f"{said}; {checkpoint} is the last good checkpoint. Resume from it with a much lower learning rate: "
+            f"{self._resume_slower(10)}"
         )
 
     def _check_overfitting(self, valid_nats: float, best_nats: float) -> None:
@@ -418,9 +413,9 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_warning(self, message)
 
-    def _resume_slower(self) -> str:
-        """Return the command that resumes this run with half the learning rate."""
-        rate = self.config.learning_rate / 2
+    def _resume_slower(self, factor: float = 2) -> str:
+        """Return the command that resumes this run with the learning rate divided by a factor."""
+        rate = self.config.learning_rate / factor
         return f"txl train --resume {quoted(self.folder.path)} --train.learning-rate {rate:g}"
 
     def _validate(self) -> bool:
@@ -467,6 +462,8 @@ class Trainer:
         """Validate the weights of the checkpoint just written, unless they were; return False if stopped again."""
         if self.validator is None or self.state.step in (0, self.state.validation_step):
             return True
+        if self.world.any(self._skip_validation):
+            return False
         self._stop_requested = False
         for callback in self.callbacks:
             callback.on_stop(self)
