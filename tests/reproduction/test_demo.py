@@ -22,7 +22,7 @@ RECIPE = {
     "model": {"vocab_size": 256, "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16},
     "train": {"segment_length": 8, "memory_length": 8, "batch_size": 2, "max_steps": 3, "learning_rate": 0.002,
               "warmup_steps": 1, "eval_interval": 3, "eval_tokens": 64},
-    "evaluation": {"memory_length": 4},
+    "evaluation": {"memory_length": 4, "attention_window": 16},
 }  # fmt: skip
 
 
@@ -67,6 +67,8 @@ def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[di
     assert whole["memory_length"] == 4
     assert "with memory length 4 (evaluation.memory_length of the run)" in file.read_text()
     assert whole["bits_per_byte"] == curve[4]["bits_per_byte"]
+    assert "A byte attends to 16 bytes at most: a memory beyond them changes nothing." in file.read_text()
+    assert curve[16]["bits_per_byte"] == curve[32]["bits_per_byte"]
     test_table, curve_table = (
         [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
         for table in re.findall(r"<table><thead>.*?</table>", file.read_text(), flags=re.DOTALL)[:2]

@@ -219,6 +219,7 @@ def demo_page(result: DemoResult, source: str) -> str:
             paragraph(
                 f"The same weights, evaluated with different memory lengths on the first {result.num_curve_bytes:,} "
                 "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
+                + _window_text(folder)
             ),
             chart(_memory_chart(result)),
             table(CURVE_COLUMNS, result.curve_rows()),
@@ -236,6 +237,14 @@ def demo_page(result: DemoResult, source: str) -> str:
                 "txl train --corpus my-corpus --run my-run"
             ),
         ],
+    )
+
+
+def _window_text(folder: RunFolder) -> str:
+    """Return what the attention window of evaluation does to longer memories; empty without one."""
+    window = folder.config.evaluation.attention_window
+    return (
+        "" if window is None else f" A byte attends to {window:,} bytes at most: a memory beyond them changes nothing."
     )
 
 
