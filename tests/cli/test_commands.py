@@ -271,6 +271,11 @@ def test_recipes_lists_all_with_published_results() -> None:
     assert recipes["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
     table = txl("recipes").out
     assert all(name in table for name in recipes)
+    # results of different texts are in one column, so each that is for any corpus names its own
+    for_any = [recipe for recipe in recipes.values() if recipe["measured"] and recipe["corpus"] == "any"]
+    assert for_any
+    assert all(recipe["measured_corpus"] for recipe in for_any)
+    assert table.count("/byte on") + table.count("ppl on") == len(for_any)
 
 
 def test_recipe_that_is_shown_can_be_saved_and_trained(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ class DivergenceDetector:
             config: settings of its training.
         """
         self._corpus, self._warmup_steps = corpus, config.warmup_steps
-        self._uniform_nats = math.log(corpus.tokenizer.vocab_size)
+        self.uniform_nats = math.log(corpus.tokenizer.vocab_size)
+        """Loss of a uniform guess, in nats per token."""
         self._max_lost_steps = min(max(_LOST_STEPS[0], int(_LOST_SHARE * config.max_steps)), _LOST_STEPS[1])
         # a model may stay at the frequencies for a while after the warm-up, and leave them later
         self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 2)
@@ -151,7 +152,7 @@ class DivergenceDetector:
         assert state.lowest_nats is not None
         # it is over when half of what began it is left, so that an alarm is not repeated at every crossing
         threshold = 0.5 if state.is_diverging else 1.0
-        is_lost = state.mean_nats > max(_LOST_RATIO * self._uniform_nats, _LOST_RISE * state.lowest_nats)
+        is_lost = state.mean_nats > max(_LOST_RATIO * self.uniform_nats, _LOST_RISE * state.lowest_nats)
         changes = {
             "has_risen": _rise(state) > threshold,
             "has_exploded": state.norm_ratio > threshold * _MIN_NORM_RATIO,
@@ -167,11 +168,6 @@ class DivergenceDetector:
     def is_lost(self, state: DivergenceState) -> bool:
         """Return whether the loss has so long been above that of a uniform guess that it will not come back."""
         return state.num_lost_steps >= self._max_lost_steps
-
-    @property
-    def uniform_nats(self) -> float:
-        """Loss of a uniform guess, in nats per token."""
-        return self._uniform_nats
 
     @cached_property
     def token_entropy(self) -> float:

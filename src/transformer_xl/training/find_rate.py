@@ -190,7 +190,7 @@ class _Search:
             self._notes.append(f"the rate is that without train.weight_average {config.weight_average}")
         if config.initial_segment_length is not None:
             self._notes.append(
-                f"the rate is that of whole segments, without train.initial_segment_length "
+                "the rate is that of whole segments, without train.initial_segment_length "
                 f"{config.initial_segment_length}"
             )
 

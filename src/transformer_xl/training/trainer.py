@@ -367,8 +367,9 @@ class Trainer:
     def _end_lost_run(self, state: DivergenceState, step: int) -> None:
         """Delete what the run saved since it was at its best, and raise a UserError that says how to go on."""
         assert state.lowest_nats is not None
-        checkpoint = checkpoint_before(self.folder, state.lowest_step)
-        best = self.folder.best_known()
+        with self.world.raise_together():  # all processes read before the first one deletes
+            checkpoint = checkpoint_before(self.folder, state.lowest_step)
+            best = self.folder.best_known()
         is_bad = best is not None and best[1] > self._divergence.uniform_nats
         with self.world.raise_together():
             if self.world.is_first:
