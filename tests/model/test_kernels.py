@@ -174,7 +174,8 @@ def test_choose_returns_the_fastest_kernel_that_fits():
     cpu = torch.device("cpu")
     assert choose("auto", cpu, torch.float32).name == ("native" if operators() else "cpu")
     assert choose("auto", cpu, torch.float16).name == "cpu"
-    assert choose("auto", torch.device("cuda"), torch.float32).name == ("triton" if find_spec("triton") else "sdpa")
+    assert choose("auto", torch.device("cuda"), torch.bfloat16).name == ("triton" if find_spec("triton") else "sdpa")
+    assert choose("auto", torch.device("cuda"), torch.float32).name == "sdpa"  # faster there
     assert choose("auto", torch.device("cuda"), torch.float64).name == "sdpa"
     assert choose("auto", cpu, torch.complex64).name == "reference"  # the only kernel for every dtype
     assert choose("reference", cpu, torch.float32).name == "reference"
