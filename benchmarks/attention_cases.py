@@ -10,12 +10,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, sdpa
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # errors always allowed, relative to the largest element: rounding of sums of some hundred terms in another order
@@ -111,9 +116,13 @@ def in_float64(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest error of each tensor, relative to its largest expected element; infinity instead of NaN."""
+    """Return the largest error of each tensor, relative to its largest expected element; infinity instead of NaN.
+
+    A gradient that is zero everywhere, as that of the scores of queries with one key, is compared with the others.
+    """
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
     relative = {
-        name: float((actual[name].double() - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+        name: float((actual[name].double() - tensor).abs().max()) / (float(tensor.abs().max()) or largest)
         for name, tensor in expected.items()
     }
     return {name: error if math.isfinite(error) else math.inf for name, error in relative.items()}
@@ -235,18 +244,81 @@ def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
+def flex(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
+    """Compute the same attention by torch's FlexAttention, which reads the position scores from a whole matrix."""
+    assert mask.valid_B is None
+    assert not dropout
+    num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
+    position_BNTH = (inputs.q_BTNH + inputs.position_bias_NH).transpose(1, 2) * inputs.q_BTNH.shape[-1] ** -0.5
+    position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
+    bias_BNTS = sdpa.shifted(position_BNTP, num_keys=num_keys).contiguous()
+    out_BNTH = _compiled_flex()(
+        (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2),
+        inputs.k_BSNH.transpose(1, 2),
+        inputs.v_BSNH.transpose(1, 2),
+        score_mod=lambda score, b, n, t, s: score + bias_BNTS[b, n, t, s],
+        block_mask=_causal_blocks(num_queries, num_keys, str(bias_BNTS.device)),
+    )
+    return out_BNTH.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@cache
+def _causal_blocks(num_queries: int, num_keys: int, device: str) -> Any:
+    memory = num_keys - num_queries
+    return create_block_mask(lambda b, n, t, s: s <= t + memory, None, None, num_queries, num_keys, device=device)
+
+
+def flash_rotary(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
+    """Compute another attention, without position keys and biases: rotary positions and FlashAttention."""
+    assert mask.valid_B is None
+    q_BNTH, k_BNSH = (rotated(rows.transpose(1, 2)) for rows in (inputs.q_BTNH, inputs.k_BSNH))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        causal = causal_lower_right(q_BNTH.shape[2], k_BNSH.shape[2])
+        out_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BNSH, inputs.v_BSNH.transpose(1, 2), attn_mask=causal, dropout_p=dropout
+        )
+    return out_BNTH.transpose(1, 2)
+
+
+def rotated(rows_BNXH: Tensor) -> Tensor:
+    """Rotate queries or keys by their positions; the last rows of both have the same positions."""
+    num_rows, width = rows_BNXH.shape[-2:]
+    rate_K = 10_000.0 ** (-torch.arange(0, width, 2, device=rows_BNXH.device) / width)
+    angle_XK = torch.arange(-num_rows, 0, device=rows_BNXH.device)[:, None] * rate_K
+    sin_XK, cos_XK = angle_XK.sin().to(rows_BNXH.dtype), angle_XK.cos().to(rows_BNXH.dtype)
+    first, second = rows_BNXH.chunk(2, dim=-1)
+    return torch.cat([first * cos_XK - second * sin_XK, first * sin_XK + second * cos_XK], dim=-1)
+
+
+PEERS = {"flex": flex, "flash-rotary": flash_rotary}
+"""Attention of torch that is timed beside the kernels: the same by FlexAttention, and another with rotary positions."""
+
+
 def times(kernel: str, shape: Shape, *, seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
-    """Return times of the forward pass without gradients, and of forward and backward pass; and FLOPs per second."""
+    """Return times of the forward pass without gradients, and of forward and backward pass; and FLOPs per second.
+
+    Args:
+        kernel: one of the package, or of `PEERS`.
+        shape: sizes of the attention.
+        seconds: about the time that each of the two takes.
+        rounds: number of measurements, of which the median is returned.
+    """
+    attend = PEERS[kernel] if kernel in PEERS else KERNELS[kernel].attend
     inputs, mask = draw(shape)
     grad_BTNH = torch.ones_like(inputs.q_BTNH)
 
     def forward() -> None:
         with torch.no_grad():
-            KERNELS[kernel].attend(inputs, mask, shape.dropout)
+            attend(inputs, mask, shape.dropout)
 
     def both() -> None:
-        out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
-        torch.autograd.grad(out_BTNH, inputs.tensors(), grad_BTNH)
+        out_BTNH = attend(inputs, mask, shape.dropout)
+        torch.autograd.grad(out_BTNH, inputs.tensors(), grad_BTNH, materialize_grads=True)
 
     forward_seconds = median_seconds(forward, shape.device, seconds=seconds, rounds=rounds)
     both_seconds = median_seconds(both, shape.device, seconds=seconds, rounds=rounds)

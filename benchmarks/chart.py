@@ -156,7 +156,23 @@ def gpu_table(results: Results) -> str:
             f"{line['tokens_per_second']:,.0f} | {line['tflops']:.1f} | {f'{mfu:.1%}' if mfu else ''} | "
             f"{f'{peak / GIB:.2f}' if peak else ''} |"
         )
-    return "\n".join([environment(results), "", *lines])
+    return "\n".join([environment(results), "", *lines, "", *gpu_kernels(results)])
+
+
+def gpu_kernels(results: Results) -> list[str]:
+    """Return the lines of a Markdown table of the kernels' times in gpu-DEVICE.json, with a column for each kernel."""
+    lines = [line for line in results.get("kernels", {}).get("lines", []) if "failed" not in line]
+    names = list(dict.fromkeys(line["kernel"] for line in lines if line["kernel"] != "reference"))
+    cells: dict[tuple[str, int, int], dict[str, str]] = {}
+    for line in lines:
+        shape = line["shape"]
+        row = cells.setdefault((shape["dtype"], shape["queries"], shape["memory_length"]), {})
+        row[line["kernel"]] = f"{line['forward_seconds'] * 1e3:.2f} / {line['forward_backward_seconds'] * 1e3:.2f}"
+    head = [f"| {' | '.join(['dtype, T + M', *names])} |", f"|{'---|' * (1 + len(names))}"]
+    return head + [
+        f"| {' | '.join([f'{dtype}, {new:,} + {memory:,}', *(row.get(name, '') for name in names)])} |"
+        for (dtype, new, memory), row in cells.items()
+    ]
 
 
 def learning_rates_table(results: Results) -> str:

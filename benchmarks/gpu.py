@@ -1,14 +1,16 @@
 """Checks and measures the package on a CUDA device: correctness, attention kernels, then complete training steps.
 
     python benchmarks/gpu.py [--out FILE] [--peak-tflops 989] [--minutes 8] [--parts correctness,kernels,...]
+        [--peers PYTHON]
 
 correctness  compares each kernel with the reference in float64 over many shapes, also with dropout, and checks that it
              is deterministic; compares compiled training and CUDA graphs with the reference kernel, not compiled. If
              anything differs, it prints what, the exit status is 1, and nothing is timed.
-kernels      seconds of each kernel, forward and forward with backward, over the number of queries T and keys S.
+kernels      seconds of each kernel, forward and forward with backward, over the number of queries T and keys S; beside
+             them, in bfloat16, torch's FlexAttention and, as a bound, FlashAttention with rotary positions.
 training     training steps of three recipes in bfloat16, eager, compiled and with CUDA graphs: tokens per second, peak
              memory, and model FLOPs utilization (FLOPs by `step_cost` / seconds / peak FLOP/s of the device).
-peers        training compared with other implementations that are installed for this Python.
+peers        training compared with other implementations that are installed for the Python of --peers.
 
 If a part fails or runs out of time, the others still run, and the exit status is 1.
 """
@@ -25,7 +27,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,12 @@ def kernel_times(args: argparse.Namespace) -> list[dict[str, Any]]:
     for dtype, dtype_lengths in (("bfloat16", lengths), ("float32", lengths[1:2])):
         for queries, memory in dtype_lengths:
             shape = replace(base, queries=queries, memory_length=memory, dtype=dtype, device=args.device)
-            for kernel in [*kernels_for(args.device, dtype), "reference"]:
+            others = ["flash-rotary", "flex"] if dtype == "bfloat16" and args.device.startswith("cuda") else []
+            for kernel in [*kernels_for(args.device, dtype), "reference", *others]:
                 if kernel == "reference" and queries * (queries + memory) > 2**16:
                     continue  # too large: it computes a position key for every pair of query and key
+                if kernel == "flex" and queries not in (512, 2048):
+                    continue  # compiled for each length, half a minute
                 if time.monotonic() > args.until:
                     return [*lines, {"shape": asdict(shape), "kernel": kernel, "failed": OUT_OF_TIME}]
                 seconds = guarded(lambda k=kernel, s=shape: times(k, s))
@@ -161,27 +165,26 @@ def training(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peers(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run `training.py` with the other implementations that are installed for this Python."""
-    names = ["ours-bfloat16", "ours-bfloat16+compile"]
-    if installed("x-transformers"):
-        names.append("x-transformers-bfloat16")
-    if (installed("transformers") or "").startswith("4.37."):
+    """Run `training.py` with the other implementations that are installed for the Python of the peers."""
+    names = ["ours-bfloat16", "ours-bfloat16+compile", "ours-float32"]
+    if installed("x-transformers", args.peers):
+        names += ["x-transformers-bfloat16", "x-transformers-float32"]
+    if (installed("transformers", args.peers) or "").startswith("4.37."):
         names.append("transformers-float32")
-    if len(names) == 2:
-        return [{"left_out": "no x-transformers and no transformers 4.37 in this Python"}]
+    if len(names) == 3:
+        return [{"left_out": f"no x-transformers and no transformers 4.37 for {args.peers}"}]
     words = [sys.executable, str(Path(__file__).parent / "training.py"), "--device", "cuda", "--batch-size", "22"]
-    words += ["--peers", sys.executable, "--implementations", ",".join(names), "--steps", "20", "--rounds", "5"]
+    words += ["--peers", args.peers, "--implementations", ",".join(names), "--steps", "20", "--rounds", "5"]
     out = args.out.with_name(args.out.stem + "-peers.json")
     subprocess.run([*words, "--out", str(out)], check=True, timeout=max(30.0, args.until - time.monotonic()))
     return [{"results": out.name}]
 
 
-def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def installed(package: str, python: str = sys.executable) -> str | None:
+    """Return the version of a package that is installed for a Python, or None."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -251,6 +254,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="peak of the device in bfloat16, if it is not known here")
     parser.add_argument("--minutes", type=float, default=8.0, help="start no measurement after this time (default 8)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"default {','.join(PARTS)}")
+    parser.add_argument(
+        "--peers", default=sys.executable, help="Python that has other implementations (default this one)"
+    )
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
