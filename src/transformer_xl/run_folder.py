@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +45,7 @@ from transformer_xl.config import (
     refuse_earlier_names,
     run_settings,
 )
-from transformer_xl.device import MemoryUse, choose_device, require_memory
+from transformer_xl.device import MemoryUse, Precision, choose_device, require_memory, resolve_dtype
 from transformer_xl.display import Displayed
 from transformer_xl.files import (
     as_path,
@@ -57,6 +57,7 @@ from transformer_xl.files import (
     read_bytes,
     write_text,
 )
+from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import (
@@ -86,6 +87,18 @@ class Run(Displayed):
     """Folder that the run was loaded from, or None for a model that is in no folder."""
     weights: ChosenWeights | None = None
     """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
+    _prepared: dict[str, InferenceModel] = field(default_factory=dict, init=False, compare=False)
+
+    def inference(self, dtype: Precision = "float32") -> InferenceModel:
+        """Return the model prepared for reading and generating; it is prepared once for each dtype.
+
+        Args:
+            dtype: of matrix products: float32, bfloat16, or auto.
+        """
+        resolved = resolve_dtype(self.model.device, dtype)
+        if resolved not in self._prepared:
+            self._prepared[resolved] = prepare_inference(self.model, dtype)
+        return self._prepared[resolved]
 
     @property
     def memory_lengths(self) -> MemoryLengths | None:

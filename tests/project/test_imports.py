@@ -23,6 +23,8 @@ RANKS = (
     {"display", "files", "progress"},
     {"device", "tensor_file", "native"},
     {"text", "model", "checkpoint_record"},
+    {"inference"},
+    {"reader"},
     {"run_folder"},
     {"evaluation"},
     {"training", "generation"},

@@ -95,6 +95,7 @@ class LanguageModel(ModelWithMemory):
         *,
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Process T tokens of each batch row, which continue the tokens in `memory`.
 
@@ -105,6 +106,9 @@ class LanguageModel(ModelWithMemory):
             inputs_BTD: inputs to the first layer in place of embedded tokens (for example features of music or speech).
             lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
                 comes first and is neither attended nor cached; its hidden states are finite but meaningless.
+            visible_BT: number of keys that each token attends to at most, counted back from its own, or None for all
+                in memory and segment. So a memory of more slots than a text's tokens may see can be used, and several
+                segments be read at once (`reader.py`). Only where `limits_visible` is true.
 
         Returns:
             hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
@@ -114,7 +118,9 @@ class LanguageModel(ModelWithMemory):
                 a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size, model or
                 weights.
         """
-        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
+        states_BTD, memory = self.hidden_states(
+            tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT
+        )
         return states_BTD[-1], memory
 
     def hidden_states(
@@ -124,6 +130,7 @@ class LanguageModel(ModelWithMemory):
         *,
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
         """Process tokens as `forward` does, and return the hidden states of all layers.
 
@@ -131,7 +138,9 @@ class LanguageModel(ModelWithMemory):
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B)
-        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B)
+        assert visible_BT is None or self.limits_visible
+        limits = {} if visible_BT is None else {"visible_BT": visible_BT}
+        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, **limits)
         return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
 
     @abstractmethod
@@ -193,6 +202,11 @@ class LanguageModel(ModelWithMemory):
         changes_BT = F.pad(hidden_BTD.diff(dim=1).square().mean(-1), (1, 0))
         # the mean over T tokens becomes that over T - 1 changes
         return penalties_BT + change * num_tokens / (num_tokens - 1) * changes_BT
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.softmax.bias.device
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""

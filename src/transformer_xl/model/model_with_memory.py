@@ -57,6 +57,11 @@ class ModelWithMemory(nn.Module, ABC):
         """Continue the memories of another model, whose weights this one has."""
         self._weights_version.set(self, other._weights_version.of(other))
 
+    @property
+    def limits_visible(self) -> bool:
+        """Whether `forward` takes `visible_BT`, which limits how many keys each token attends to."""
+        return False
+
     @abstractmethod
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """Return an empty memory for training.

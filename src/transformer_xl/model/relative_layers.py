@@ -73,6 +73,11 @@ class RelativeLayers(ModelWithMemory):
         """Whether empty memory slots are attended (the setting attend_empty_memory)."""
         return isinstance(self.config, RelativeConfig) and self.config.attend_empty_memory
 
+    @property
+    @override
+    def limits_visible(self) -> bool:
+        return not self.attends_empty_slots
+
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
         limits, like = context_limits or self.context_limits, self.like
@@ -100,7 +105,12 @@ class RelativeLayers(ModelWithMemory):
         )
 
     def run_layers(
-        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None, starts_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        memory: Memory,
+        lengths_B: Tensor | None,
+        starts_BT: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
         """Return the inputs of all layers and the result of the last, L + 1 tensors (B, T, D), and the next memory.
 
@@ -109,10 +119,11 @@ class RelativeLayers(ModelWithMemory):
             memory: the memory of the tokens before them.
             lengths_B: number of tokens of each batch row that are not padding, which comes first, or None.
             starts_BT: whether each token starts an episode, or None if none does; not together with lengths_B.
+            visible_BT: number of keys that each token attends to at most, or None for all; not with starts_BT.
         """
         x_BTD = self.input_dropout(x_BTD)
         last_start_BT = None if starts_BT is None else last_starts(starts_BT)
-        context = self.attention_context(x_BTD, memory, lengths_B, last_start_BT)
+        context = self.attention_context(x_BTD, memory, lengths_B, last_start_BT, visible_BT)
         states_BTD: list[Tensor] = [x_BTD]
         caches: list[LayerCache] = []
         if can_decode(x_BTD, memory, context) and (decodable := self._decodable_layers(x_BTD.dtype)):
@@ -135,7 +146,12 @@ class RelativeLayers(ModelWithMemory):
         return found if found is not None and found.accept(dtype) else None
 
     def attention_context(
-        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None, last_start_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        memory: Memory,
+        lengths_B: Tensor | None,
+        last_start_BT: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> AttentionContext:
         """Return what all layers need for attention, besides their inputs and caches.
 
@@ -144,6 +160,7 @@ class RelativeLayers(ModelWithMemory):
             memory: as for `run_layers`.
             lengths_B: as for `run_layers`.
             last_start_BT: index of the token that starts the episode of each token, below 0 if that is before them.
+            visible_BT: as for `run_layers`.
         """
         num_new = x_BTD.shape[1]
         num_attended, num_encoded = self._num_distances(memory, num_new)
@@ -154,11 +171,12 @@ class RelativeLayers(ModelWithMemory):
         encoding_PD, zero_PD = self._encoding(memory, num_encoded), None
         if self.content_bias is None:
             zero_PD = self._encode_distances(1) if encoding_PD is None else encoding_PD
-        first_key_BT = (
-            None
-            if last_start_BT is None
-            else torch.where(last_start_BT < 0, last_start_BT.new_zeros(()), memory.length + last_start_BT)
-        )
+        first_key_BT = None
+        if last_start_BT is not None:
+            first_key_BT = torch.where(last_start_BT < 0, last_start_BT.new_zeros(()), memory.length + last_start_BT)
+        if visible_BT is not None:
+            key_T = torch.arange(memory.length, memory.length + num_new, device=visible_BT.device)  # of each token
+            first_key_BT = (key_T + 1 - visible_BT).clamp(min=0)
         return AttentionContext(
             num_distances=num_encoded,
             encoding_PD=encoding_PD,
