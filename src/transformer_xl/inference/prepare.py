@@ -46,6 +46,11 @@ class InferenceModel:
         """The device of the weights."""
         return self.model.device
 
+    @property
+    def limits_visible(self) -> bool:
+        """Whether calls take `visible_BT`, which limits how many keys each token attends to."""
+        return self.model.limits_visible
+
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """Return an empty memory: a KV cache if the model supports one.
 
@@ -113,6 +118,10 @@ class InferenceModel:
         """Compute without gradients, and matrix products in the dtype."""
         with torch.no_grad(), autocast(self.device, self.dtype):  # pyrefly: ignore[bad-argument-type]
             yield
+
+
+TokenModel = InferenceModel | LanguageModel
+"""What reads tokens and predicts the next ones: a prepared model, or any language model, which is slower."""
 
 
 def prepare_inference(model: LanguageModel, dtype: Precision = "float32") -> InferenceModel:

@@ -137,7 +137,7 @@ class LanguageModel(ModelWithMemory):
         Returns:
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
-        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B)
+        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B, visible_BT)
         assert visible_BT is None or self.limits_visible
         limits = {} if visible_BT is None else {"visible_BT": visible_BT}
         states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, **limits)
@@ -311,7 +311,12 @@ class LanguageModel(ModelWithMemory):
         return limits
 
     def embed(
-        self, tokens_BT: TokenIds | None, memory: Memory | None, inputs_BTD: Tensor | None, lengths_B: Tensor | None
+        self,
+        tokens_BT: TokenIds | None,
+        memory: Memory | None,
+        inputs_BTD: Tensor | None,
+        lengths_B: Tensor | None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Return the inputs of the layers, and the memory, or an empty one if it is None.
 
@@ -353,7 +358,7 @@ class LanguageModel(ModelWithMemory):
             return inputs_BTD, memory
         ids_BS = _ids_with_recent(tokens_BT, memory, inputs_BTD.shape[1], lengths_B)
         if tokens_BT is not None:
-            inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1])
+            inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1], visible_BT)
         return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - self.num_recent :].contiguous())
 
 

@@ -44,18 +44,22 @@ class NgramEmbedding(nn.Module):
             nn.init.normal_(parameter, 0.0, _STD)
 
     @override
-    def forward(self, ids_BS: Tensor, num_new: int) -> Tensor:
+    def forward(self, ids_BS: Tensor, num_new: int, visible_BT: Tensor | None = None) -> Tensor:
         """Return the sum of the embeddings of all n-grams that end at each new token, (B, T, D).
 
         Args:
             ids_BS: recent tokens and new tokens, as token id + 1; 0 where there is no token.
             num_new: T.
+            visible_BT: number of tokens up to each that its n-grams may have, or None for all.
         """
         parts_BTD: list[Tensor] = []
         hash_BT = ids_BS[:, ids_BS.shape[1] - num_new :]
         for index, (table, projection_DE) in enumerate(zip(self.tables, self.projections, strict=True)):
             end = ids_BS.shape[1] - 1 - index
-            hash_BT = (hash_BT * _MULTIPLIER + ids_BS[:, end - num_new : end]) % _MODULUS
+            earlier_BT = ids_BS[:, end - num_new : end]
+            if visible_BT is not None:
+                earlier_BT = earlier_BT.masked_fill(visible_BT.to(earlier_BT.device) < index + 2, 0)
+            hash_BT = (hash_BT * _MULTIPLIER + earlier_BT) % _MODULUS
             embedded_BTE = F.embedding(hash_BT % len(table), table) * self.scale
             parts_BTD.append(linear(embedded_BTE, projection_DE))
         return torch.stack(parts_BTD).sum(0)
