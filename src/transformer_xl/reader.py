@@ -5,8 +5,8 @@
     reader.memory, reader.last_hidden_B1D                        # after the last token of each row
 
 A text is cut into segments from its first token. What a token sees counts from there: the M tokens before its segment
-and its segment up to itself (paper, section 3.2), whoever reads it. How much is computed at once is another matter: with
-a limit for each query (`visible_BT`), several segments or a part of one are computed, with the same results up to
+and its segment up to itself (paper, section 3.2), whoever reads it. How much is computed at once is another matter:
+with a limit for each query (`visible_BT`), several segments or a part of one are computed, with the same results up to
 rounding. Rows may differ in length and in their position; padding comes first.
 
 Shape suffixes: B batch rows, T new tokens, D model width.
