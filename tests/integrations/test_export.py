@@ -52,11 +52,12 @@ def segments(batch_size: int) -> list[torch.Tensor]:
 
 def logits_of(run: Run, limits: ContextLimits, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
     """Our own logits of each segment, with the memory for inference."""
-    memory, results = run.model.inference_memory(len(tokens[0]), limits), []
+    model, results = run.inference(), []
+    memory = model.initial_memory(len(tokens[0]), limits)
     with torch.inference_mode():
         for tokens_BT in tokens:
-            hidden_BTD, memory = run.model(tokens_BT, memory)
-            results.append(run.model.logits(hidden_BTD))
+            hidden_BTD, memory = model(tokens_BT, memory)
+            results.append(model.logits(hidden_BTD))
     return results
 
 

@@ -102,7 +102,7 @@ def generate_greedily(model: LanguageModel, prompt_T: Tensor, num_tokens: int) -
 
     If the model has no memory, it reads the whole text again for each new token, as transformers does.
     """
-    memory, text = model.inference_memory(1), prompt_T.tolist()
+    memory, text = model.initial_memory(1), prompt_T.tolist()
     new_BT = prompt_T[None]
     for _ in range(num_tokens):
         hidden_BTD, memory = model(new_BT, memory)

@@ -1,7 +1,7 @@
 """A KV cache gives the same results as cached hidden states, and is immutable although memories share storage.
 
-`inference_memory` makes a KV cache, `initial_memory` a memory of hidden states. `attend_empty` is the setting
-attend_empty_memory: slots that are not filled yet take part in attention as zeros, as in the authors' code.
+`initial_memory` of a prepared model makes a KV cache, that of a model a memory of hidden states. `attend_empty` is the
+setting attend_empty_memory: slots that are not filled yet take part in attention as zeros, as in the authors' code.
 
 Shape suffixes: B batch size, T new tokens, D model width, N heads, H head width, C rows of a cache's storage.
 """
@@ -11,6 +11,7 @@ import torch
 from tensors import assert_same_tensors, copied_tensors, run_parts
 
 from transformer_xl.config import UserError
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import ContextLimits, Memory
 
@@ -40,7 +41,8 @@ def test_same_results_as_with_hidden_states(make_model, tokens, context_limits, 
     model, limits = make_model(attend_empty_memory=attend_empty, **settings), LIMITS[context_limits]
     parts = tokens(2, 41).split([1, 5, 1, 13, 1, 1, 17, 2], dim=1)  # segment lengths, whose sum is 41
     expected_BTD, _ = run_parts(model, model.initial_memory(2, limits), *parts)
-    hidden_BTD, memory = run_parts(model, model.inference_memory(2, limits), *parts)
+    prepared = prepare_inference(model)
+    hidden_BTD, memory = run_parts(prepared, prepared.initial_memory(2, limits), *parts)
     torch.testing.assert_close(hidden_BTD, expected_BTD, **EXACT)
     # with pre-norm, LayerNorm changes the zeros of empty slots, so their keys are not 0: hidden states are cached
     assert isinstance(memory, KeyValueMemory) != (attend_empty and settings.get("norm_first", False))
@@ -48,8 +50,8 @@ def test_same_results_as_with_hidden_states(make_model, tokens, context_limits, 
 
 
 def test_successive_memories_share_storage_that_stays_small(make_model, tokens):
-    model = make_model()
-    memory = model.inference_memory(1, ContextLimits(200))
+    model = prepare_inference(make_model())
+    memory = model.initial_memory(1, ContextLimits(200))
     storages = []
     for part_BT in tokens(1, 1500).split(12, dim=1):
         _, memory = run_parts(model, memory, part_BT)
@@ -61,16 +63,17 @@ def test_successive_memories_share_storage_that_stays_small(make_model, tokens):
 
 
 def test_two_continuations_of_one_memory_are_independent(make_model, tokens):
-    model = make_model()
+    plain = make_model()
+    model = prepare_inference(plain)
     prompt, first_text, second_text = tokens(2, 7), tokens(2, 3, seed=5), tokens(2, 3, seed=6)
-    _, memory = run_parts(model, model.inference_memory(2), prompt)
+    _, memory = run_parts(model, model.initial_memory(2), prompt)
     before = copied_tensors(memory)
     continuations = [run_parts(model, memory, text) for text in (first_text, second_text, first_text)]
     torch.testing.assert_close(continuations[2][0], continuations[0][0], **EXACT)
     assert_same_tensors(memory, before)
     # the third continuation repeats the first, so it is left out
     for text, (_, after) in zip((first_text, second_text), continuations, strict=False):
-        expected_BTD, _ = run_parts(model, model.initial_memory(2), prompt, text, second_text)
+        expected_BTD, _ = run_parts(plain, plain.initial_memory(2), prompt, text, second_text)
         hidden_BTD, _ = run_parts(model, after, second_text)
         torch.testing.assert_close(hidden_BTD, expected_BTD[:, -3:], **EXACT)
 
@@ -80,29 +83,30 @@ def test_batch_rows_are_reset_and_selected_independently(make_model, tokens, att
     model = make_model(attend_empty_memory=attend_empty)
     text, more = tokens(3, 17), tokens(3, 5, seed=9)
     results = []
-    for memory in (model.initial_memory(3), model.inference_memory(3)):
-        _, memory = run_parts(model, memory, text)
+    for reading in (model, prepare_inference(model)):
+        _, memory = run_parts(reading, reading.initial_memory(3), text)
         variants = {"reset": memory.reset([1]), "selected": memory.select([2, 0, 2]), "unchanged": memory}
-        results.append({name: run_parts(model, variant, more)[0] for name, variant in variants.items()})
+        results.append({name: run_parts(reading, variant, more)[0] for name, variant in variants.items()})
     assert_same_tensors(*results, **EXACT)
-    fresh_BTD, _ = run_parts(model, model.inference_memory(1), more[1:2])
+    fresh_BTD, _ = run_parts(model, model.initial_memory(1), more[1:2])
     torch.testing.assert_close(results[1]["reset"][1:2], fresh_BTD, **EXACT)
 
 
-@pytest.mark.parametrize("kind", ["initial_memory", "inference_memory"])
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("attend_empty", [False, True])
 @pytest.mark.parametrize(
     ("context_limits", "kernel"), [("as in training", "auto"), ("window and clamp", "sdpa"), ("no memory", "reference")]
 )
-def test_padding_has_no_effect(make_model, tokens, kind, attend_empty, context_limits, kernel):
+def test_padding_has_no_effect(make_model, tokens, is_prepared, attend_empty, context_limits, kernel):
     """Each row of a batch with different lengths, one of them 0, gives the same results as without the others."""
     model, limits = make_model(attn_implementation=kernel, attend_empty_memory=attend_empty), LIMITS[context_limits]
     before, text, more = tokens(4, 5, seed=1), tokens(4, 6, seed=2), tokens(4, 3, seed=3)
     lengths_B = torch.tensor([6, 2, 0, 5])  # tokens of each row of `text` that are not padding, which comes first
-    _, memory = run_parts(model, getattr(model, kind)(4, limits), before)
-    hidden_BTD, memory = run_parts(model, memory, text, lengths_B=lengths_B)
+    reading = prepare_inference(model) if is_prepared else model
+    _, memory = run_parts(reading, reading.initial_memory(4, limits), before)
+    hidden_BTD, memory = run_parts(reading, memory, text, lengths_B=lengths_B)
     assert hidden_BTD.isfinite().all()
-    next_BTD, last = run_parts(model, memory, more)
+    next_BTD, last = run_parts(reading, memory, more)
     assert last.position_B.tolist() == [14, 10, 8, 13]  # 5 tokens before, those of lengths_B, 3 more
     for row, length in enumerate(lengths_B.tolist()):
         rows = slice(row, row + 1)
@@ -113,24 +117,26 @@ def test_padding_has_no_effect(make_model, tokens, kind, attend_empty, context_l
 
 
 def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model, tokens):
-    model, text = make_model(), tokens(2, 4, seed=8)
-    _, memory = run_parts(model, model.inference_memory(2), tokens(2, 7))
+    plain, text = make_model(), tokens(2, 4, seed=8)
+    model = prepare_inference(plain)
+    _, memory = run_parts(model, model.initial_memory(2), tokens(2, 7))
     expected_BTD, _ = run_parts(model, memory, text)
-    restored = model.inference_memory(2).with_tensors(memory.tensors())
+    restored = model.initial_memory(2).with_tensors(memory.tensors())
     joined = Memory.concatenate([memory.select([0]), memory.select([1])])
     for same in (restored, joined, memory.to(dtype=torch.float64), memory.resized(20).resized(11)):  # it has 11 slots
         torch.testing.assert_close(run_parts(model, same, text)[0], expected_BTD, **EXACT)
     short_BTD, _ = run_parts(model, memory.resized(3), text)
-    hidden_memory = run_parts(model, model.initial_memory(2), tokens(2, 7))[1].resized(3)
-    torch.testing.assert_close(short_BTD, run_parts(model, hidden_memory, text)[0], **EXACT)
+    hidden_memory = run_parts(plain, plain.initial_memory(2), tokens(2, 7))[1].resized(3)
+    torch.testing.assert_close(short_BTD, run_parts(plain, hidden_memory, text)[0], **EXACT)
     with pytest.raises(UserError, match="another shape"):
-        model.inference_memory(3).with_tensors(memory.tensors())
+        model.initial_memory(3).with_tensors(memory.tensors())
 
 
-def test_under_autocast_the_cache_is_bfloat16(make_model, tokens):
+def test_in_bfloat16_the_cache_is_too(make_model, tokens):
     model, parts = make_model().float(), tokens(1, 9).split(3, dim=1)
+    low = prepare_inference(model, "bfloat16")
+    hidden_BTD, memory = run_parts(low, low.initial_memory(1), *parts)
     with torch.autocast("cpu", torch.bfloat16):
-        hidden_BTD, memory = run_parts(model, model.inference_memory(1), *parts)
         expected_BTD, _ = run_parts(model, model.initial_memory(1), *parts)
     assert memory.layers[0].storage.k_BNCH.dtype == torch.bfloat16
     torch.testing.assert_close(hidden_BTD.float(), expected_BTD.float(), rtol=0.02, atol=0.02)
@@ -138,5 +144,7 @@ def test_under_autocast_the_cache_is_bfloat16(make_model, tokens):
 
 def test_training_with_a_cache_raises(make_model, tokens):
     model = make_model()
+    memory = prepare_inference(model).initial_memory(1)
+    model.owner = memory.owner
     with pytest.raises(UserError, match="passes no gradient; use initial_memory"):
-        model(tokens(1, 3), model.inference_memory(1))
+        model(tokens(1, 3), memory)

@@ -23,6 +23,7 @@ from tensors import assert_same_tensors, named_gradients, run_parts
 from torch import Tensor
 
 from transformer_xl.config import UserError
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model import dropout
 from transformer_xl.model.build import build_model
 from transformer_xl.model.dropout import FastDropout, drop_vocabulary
@@ -222,7 +223,8 @@ def test_tied_keys_and_query_biases_equal_the_oracle_with_these_weights(make_mod
     assert_same_tensors(actual, named_gradients(expected.pow(2).sum(), model), rtol=1e-9, atol=1e-9)
     # a KV cache, also token by token, where the position keys are in the cache
     plain_BTD, _ = run_parts(model, model.initial_memory(2, limits), *parts)
-    cached_BTD, _ = run_parts(model, model.inference_memory(2, limits), *parts[0].split(1, 1), parts[1])
+    prepared = prepare_inference(model)
+    cached_BTD, _ = run_parts(prepared, prepared.initial_memory(2, limits), *parts[0].split(1, 1), parts[1])
     alone_BTD, _ = run_parts(model, model.initial_memory(2, limits), *parts[0].split(1, 1), parts[1])
     torch.testing.assert_close(cached_BTD, alone_BTD, rtol=0, atol=1e-10)
     assert plain_BTD.shape == cached_BTD.shape

@@ -10,6 +10,7 @@ from model_configs import model_config
 
 from transformer_xl.config import load_recipe, recipe_names, run_settings
 from transformer_xl.config.run import merge_recipe
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import ContextLimits
@@ -45,7 +46,8 @@ def test_bounds_are_below_what_a_model_stores(name: str):
     assert min_activations(config, **lengths, recomputed=True) < min_activations(config, **lengths)
 
     model = build_model(config, memory_length=memory_length)
-    for training, memory in ((True, model.initial_memory(BATCH_SIZE)), (False, model.inference_memory(BATCH_SIZE))):
+    for training, one in ((True, model), (False, prepare_inference(model))):
+        memory = one.initial_memory(BATCH_SIZE)
         stored = sum(tensor.numel() for tensor in memory.cache_tensors().values())
         bound = BATCH_SIZE * min_cache(config, memory_length, training=training)
         assert bound == stored or ("n_heads" not in type(config).model_fields and bound <= stored)

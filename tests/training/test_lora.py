@@ -23,6 +23,7 @@ from tensors import assert_same_tensors
 from training_runs import OPTIONS, SHORT, StopAt, make_base, new_corpus
 
 from transformer_xl import UserError, convert, evaluate, finetune, generate, load, load_adapter, resume, save
+from transformer_xl.inference import prepare_inference
 from transformer_xl.integrations.export import export
 from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.lora import merge_lora
@@ -45,11 +46,12 @@ def make_adapter(folder: Path, name: str = "tuned", **arguments: Any) -> Path:
 
 @torch.no_grad()
 def logits(run: Run, ids_BT: torch.Tensor = IDS_BT) -> torch.Tensor:
-    memory = run.model.inference_memory(len(ids_BT))
+    model = prepare_inference(run.model)
+    memory = model.initial_memory(len(ids_BT))
     parts = []
     for part_BT in ids_BT.split(2, dim=1):
-        hidden_BTD, memory = run.model(part_BT, memory)
-        parts.append(run.model.logits(hidden_BTD))
+        hidden_BTD, memory = model(part_BT, memory)
+        parts.append(model.logits(hidden_BTD))
     return torch.cat(parts, 1)
 
 
@@ -167,11 +169,10 @@ def test_several_adapters_share_the_weights_of_one_base(tmp_path: Path) -> None:
                 assert parameter is parameters[name.replace(".base_layer.", ".")]
                 assert parameter.requires_grad
     assert not torch.allclose(expected[first], expected[second], atol=1e-3)
-    with torch.no_grad():
-        _, memory = adapted[first].model(IDS_BT, adapted[first].model.inference_memory(2))
+    _, memory = adapted[first].inference()(IDS_BT)
     for other in (adapted[second], base):
-        with pytest.raises(UserError, match="keys and values of other weights"):
-            other.model(IDS_BT, memory)
+        with pytest.raises(UserError, match="keys and values of another model"):
+            other.inference()(IDS_BT, memory)
     options: dict[str, Any] = {"max_new_tokens": 9, "temperature": 0}
     assert generate(adapted[first], "abc", **options).text == generate(load(first), "abc", **options).text
     bfloat16 = {"temperature": 0, "max_new_tokens": 9, "dtype": "bfloat16"}

@@ -36,6 +36,8 @@ class BaseModelConfig(Settings):
 
     has_memory: ClassVar[bool] = True
     """Whether the model passes information from one segment to the next."""
+    is_recurrent: ClassVar[bool] = False
+    """Whether it passes a state of fixed size, which depends on all earlier tokens."""
 
     architecture: str
     """Name of the model architecture, a key of `ARCHITECTURES`."""
@@ -121,6 +123,16 @@ class BaseModelConfig(Settings):
             "d_ngram": "" if self.max_ngram > 1 else "max_ngram 2 or more",
         }
         return {name: need for name, need in needed.items() if need}
+
+    @property
+    def attends_empty_slots(self) -> bool:
+        """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
+        return False
+
+    @property
+    def attention_kernel(self) -> str | None:
+        """Name of the attention kernel, or auto; None for a model that has none."""
+        return None
 
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
         """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
@@ -240,6 +252,27 @@ class RelativeLayerConfig(LayerConfig):
     attn_implementation: str = "auto"
     """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
 
+    @property
+    def attends_empty_slots(self) -> bool:
+        """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
+        return False
+
+    @property
+    def max_vectors(self) -> int | None:
+        """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
+        return None
+
+    @property
+    def n_bias_pairs(self) -> int:
+        """Number of learned pairs of content and position biases, which the layers share in turn."""
+        return 1
+
+    @property
+    def position_keys(self) -> Literal["projected", "tied", "learned"]:
+        """Where position keys come from: encodings projected with weights of their own, or with those of the keys; or
+        learned vectors."""
+        return "projected"
+
 
 class RelativeConfig(RelativeLayerConfig, TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
@@ -247,6 +280,16 @@ class RelativeConfig(RelativeLayerConfig, TransformerConfig):
     attend_empty_memory: bool = False
     """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
     and TransfoXL of Hugging Face do)."""
+
+    @property
+    @override
+    def attends_empty_slots(self) -> bool:
+        return self.attend_empty_memory
+
+    @property
+    @override
+    def attention_kernel(self) -> str:
+        return self.attn_implementation
 
 
 class TransformerXLConfig(RelativeConfig):
@@ -268,6 +311,16 @@ class TransformerXLConfig(RelativeConfig):
         tied = {} if self.learned_attention_biases else {"tie_attention_biases": "learned_attention_biases true"}
         return super().unused | tied
 
+    @property
+    @override
+    def n_bias_pairs(self) -> int:
+        return (1 if self.tie_attention_biases else self.n_layers) if self.learned_attention_biases else 0
+
+    @property
+    @override
+    def position_keys(self) -> Literal["projected", "tied", "learned"]:
+        return "tied" if self.tie_key_projections else "projected"
+
 
 class ShawConfig(RelativeConfig):
     """Transformer-XL's recurrence with learned relative positions (Shaw et al. 2018)."""
@@ -277,11 +330,28 @@ class ShawConfig(RelativeConfig):
     """Number of distances between query and key with a learned vector; larger distances use the last vector; none: the
     number of distances in training (train.segment_length + train.memory_length)."""
 
+    @property
+    @override
+    def max_vectors(self) -> int | None:
+        return self.max_relative_positions
+
+    @property
+    @override
+    def n_bias_pairs(self) -> int:
+        return 0
+
+    @property
+    @override
+    def position_keys(self) -> Literal["projected", "tied", "learned"]:
+        return "learned"
+
 
 class AbsoluteConfig(TransformerConfig):
     """Settings of transformers with absolute positions, which have no memory."""
 
     has_memory: ClassVar[bool] = False
+    learns_positions: ClassVar[bool] = False
+    """Whether positions have learned vectors; they are sinusoids otherwise."""
 
     intermediate_layer_losses: bool = False
     """In the first half of training all layers predict the targets, not only the last; lower layers stop earlier
@@ -306,6 +376,8 @@ class VaswaniConfig(AbsoluteConfig):
 class AlRfouConfig(AbsoluteConfig):
     """Transformer with learned absolute positions at every layer (Al-Rfou et al. 2018), without memory."""
 
+    learns_positions: ClassVar[bool] = True
+
     architecture: Literal["al-rfou"] = "al-rfou"
     max_position_embeddings: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Number of learned positions, which is the maximum segment length; none: train.segment_length."""
@@ -313,6 +385,8 @@ class AlRfouConfig(AbsoluteConfig):
 
 class RecurrentConfig(BaseModelConfig):
     """Settings of recurrent networks."""
+
+    is_recurrent: ClassVar[bool] = True
 
 
 class LSTMConfig(RecurrentConfig):

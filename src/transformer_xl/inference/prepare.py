@@ -12,44 +12,41 @@ Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, K most 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import copy
+import itertools
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from transformer_xl.config import BaseModelConfig
 from transformer_xl.device import Precision, autocast, resolve_dtype
+from transformer_xl.inference.decode import DecodeTables, decode_tables
+from transformer_xl.model.backbone import Backbone
+from transformer_xl.model.kernels import choose
+from transformer_xl.model.kernels import native as native_kernel
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.token_ids import TokenIds
+from transformer_xl.model.transformer_xl import RelativeLanguageModel
+
+AnyModel = TypeVar("AnyModel", bound=LanguageModel | Backbone)
+_owners = itertools.count(1)
 
 
 class InferenceModel:
     """A model for reading and generating, of `prepare_inference`; no method computes gradients."""
 
-    def __init__(self, model: LanguageModel, dtype: str) -> None:
+    def __init__(self, model: LanguageModel | Backbone, dtype: Precision, tables: DecodeTables | None) -> None:
         self.model = model
-        """The model that computes, with converted weights: not the one that was prepared."""
+        """The model that computes, with prepared weights: not the one that was given."""
         self.dtype = dtype
         """Of matrix products: float32 or bfloat16."""
-
-    @property
-    def config(self) -> BaseModelConfig:
-        """Settings of the model."""
-        return self.model.config
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.model.device
-
-    @property
-    def limits_visible(self) -> bool:
+        self.config, self.device = model.config, model.device
+        self.limits_visible = model.limits_visible
         """Whether calls take `visible_BT`, which limits how many keys each token attends to."""
-        return self.model.limits_visible
+        self._tables = tables
 
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """Return an empty memory: a KV cache if the model supports one.
@@ -64,74 +61,115 @@ class InferenceModel:
             UserError: the model does not support these limits.
         """
         with self.computing():
-            return self.model.inference_memory(batch_size, context_limits)
+            return self.model.initial_memory(batch_size, context_limits)
 
     def generation_memory(
         self, batch_size: int, context_limits: ContextLimits | None = None, *, segment_length: int
     ) -> Memory:
         """Return an empty memory for generating token after token, as `LanguageModel.generation_memory`."""
         with self.computing():
-            return self.model.generation_memory(batch_size, context_limits, segment_length=segment_length)
+            return self._language_model.generation_memory(batch_size, context_limits, segment_length=segment_length)
 
-    def __call__(
-        self, tokens: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
-    ) -> tuple[Tensor, Memory]:
-        """Process T tokens of each batch row; arguments and results are those of `LanguageModel.forward`.
+    def __call__(self, tokens: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
+        """Process T tokens of each batch row; arguments and results are those of the model's `forward`.
 
         Raises:
             UserError: as by the model; or the memory is of another prepared model.
         """
         with self.computing():
-            return self.model(tokens, self.initial_memory_for(tokens, memory, inputs), **inputs)
+            if self._tables is None or inputs:
+                return self.model(tokens, memory, **inputs)
+            model = self.model
+            assert isinstance(model, RelativeLanguageModel | Backbone)
+            x_BTD, memory = model.embed(tokens, memory)
+            if not self._tables.accept(x_BTD, memory):
+                states_BTD, memory = model.run_layers(x_BTD, memory)
+                return states_BTD[-1], memory
+            states_BTD, caches = self._tables.decode(x_BTD, memory, model.attention_context(x_BTD, memory))
+            return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
 
     def hidden_states(
         self, tokens: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
     ) -> tuple[list[Tensor], Memory]:
         """Return the hidden states of all layers, as `LanguageModel.hidden_states`."""
         with self.computing():
-            return self.model.hidden_states(tokens, self.initial_memory_for(tokens, memory, inputs), **inputs)
-
-    def initial_memory_for(self, tokens: TokenIds | None, memory: Memory | None, inputs: dict[str, Any]) -> Memory:
-        """Return the memory, or an empty one for these inputs if it is None."""
-        if memory is not None:
-            return memory
-        rows = inputs["inputs_BTD"] if tokens is None else torch.as_tensor(tokens)
-        return self.initial_memory(len(rows) if rows.ndim > 1 else 1)
+            return self._language_model.hidden_states(tokens, memory, **inputs)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
         with self.computing():
-            return self.model.logits(hidden_BTD)
+            return self._language_model.logits(hidden_BTD)
 
     def nats(self, hidden_BTD: Tensor, targets: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target in nats (B, T), as `LanguageModel.nats`."""
         with self.computing():
-            return self.model.nats(hidden_BTD, targets, temperature=temperature)
+            return self._language_model.nats(hidden_BTD, targets, temperature=temperature)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return logits and ids of the k most likely next tokens, (B, T, K) each, as `LanguageModel.topk`."""
         with self.computing():
-            return self.model.topk(hidden_BTD, k)
+            return self._language_model.topk(hidden_BTD, k)
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute without gradients, and matrix products in the dtype."""
-        with torch.no_grad(), autocast(self.device, self.dtype):  # pyrefly: ignore[bad-argument-type]
-            yield
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context that computes without gradients, and matrix products in the dtype.
+
+        Each method enters it; entered around many calls, it makes them faster.
+        """
+        is_low = self.dtype == "bfloat16"
+        if not torch.is_grad_enabled() and is_low == torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(autocast(self.device, self.dtype))
+        return stack
+
+    @property
+    def _language_model(self) -> LanguageModel:
+        assert isinstance(self.model, LanguageModel)
+        return self.model
 
 
 TokenModel = InferenceModel | LanguageModel
 """What reads tokens and predicts the next ones: a prepared model, or any language model, which is slower."""
 
 
-def prepare_inference(model: LanguageModel, dtype: Precision = "float32") -> InferenceModel:
+def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float32") -> InferenceModel:
     """Return a model for reading and generating with the weights that a model has now.
+
+    The matrices of linear layers are converted and packed; all other weights are shared with the model.
 
     Args:
         model: the model, which is unchanged; after a change of its weights, prepare it again.
         dtype: of matrix products: float32, bfloat16, or auto for bfloat16 where the hardware supports it.
     """
-    resolved = resolve_dtype(model.device, dtype)
-    if resolved == "bfloat16":
-        model = with_matrices_in(model, torch.bfloat16)
-    return InferenceModel(model, resolved)
+    resolved: Precision = "bfloat16" if resolve_dtype(model.device, dtype) == "bfloat16" else "float32"
+    of_products = torch.bfloat16 if resolved == "bfloat16" else model.like.dtype
+    prepared = with_matrices_in(model, of_products).eval().requires_grad_(False)
+    prepared.owner = next(_owners)
+    for module in prepared.modules():
+        if isinstance(module, PackedLinear):
+            module.pack(of_products)
+    return InferenceModel(prepared, resolved, _tables(prepared, of_products))
+
+
+def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
+    """Return a copy of a model with the matrices of its linear layers in `dtype`, for products of that dtype.
+
+    Autocast converts weights each time they are used, which for a few tokens takes longer than the products. Here they
+    are converted once, with the same results. The copy shares all other parameters with the model, which is unchanged.
+    """
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not Int8Linear]
+    matrices = {id(linear.weight): linear.weight for linear in linears}
+    # parameters of their own, which share the memory of the weights: no gradient is wanted of these
+    shared = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()}
+    converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
+    return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies
+
+
+def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables | None:
+    """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
+    if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
+        return None
+    if choose(model.attn_implementation, model.device, dtype).attend is not native_kernel.attend:
+        return None
+    return decode_tables(model.layers, model.biases(), dtype)

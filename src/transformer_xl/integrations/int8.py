@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from torch import nn
 
 from transformer_xl.config import UserError
+from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.linear import Int8Linear
-from transformer_xl.model.precision import AnyModel
 from transformer_xl.progress import without_library_warnings
 from transformer_xl.run_folder import Run, check_run
 
@@ -36,7 +36,7 @@ def to_int8(run: Run) -> Run:
     return replace(run, model=with_int8_weights(run.model))
 
 
-def with_int8_weights(model: AnyModel) -> AnyModel:
+def with_int8_weights(model: LanguageModel) -> LanguageModel:
     """Return a copy of a model for evaluation, whose linear layers have 8-bit weights, with a scale for each row."""
     with without_library_warnings():  # torchao warns of each of its libraries for other processors
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

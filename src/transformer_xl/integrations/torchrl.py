@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from transformer_xl.config import UserError, check_type
 from transformer_xl.model.backbone import Backbone
+from transformer_xl.model.memory import HiddenMemory
 
 try:
     from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -99,12 +100,17 @@ class BackboneModule(TensorDictModuleBase):
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the transform that puts an empty memory into an environment's tensordict at each reset."""
-        stacked = self.backbone.initial_memory(1).stacked()
+        stacked = self._empty_memory(1).stacked()
         specs = {
             key: Unbounded(shape=stacked[name].shape[1:], dtype=stacked[name].dtype)
             for key, name in zip(self._memory_keys, ("hidden", "valid"), strict=True)
         }
         return TensorDictPrimer(specs, expand_specs=True)
+
+    def _empty_memory(self, batch_size: int) -> HiddenMemory:
+        memory = self.backbone.initial_memory(batch_size)
+        assert isinstance(memory, HiddenMemory)
+        return memory
 
     @dispatch
     @override
@@ -137,7 +143,7 @@ class BackboneModule(TensorDictModuleBase):
         if is_windows:
             starts_BT = starts_BT.clone()
             starts_BT[:, 0] = False
-        memory = self.backbone.initial_memory(len(inputs_BTD))
+        memory = self._empty_memory(len(inputs_BTD))
         hidden_BTLMD, valid_BT = map(as_rows, self._memory_keys)
         if (hidden_BTLMD is None) != (valid_BT is None):
             raise UserError(f"the tensordict has only one of {' and '.join(self._memory_keys)}; give both, or none")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import LayerConfig, RelativeLayerConfig, TransformerXLConfig
+from transformer_xl.config import LayerConfig, RelativeLayerConfig
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.gate import has_residual_relu, make_gate
 from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
@@ -97,8 +97,8 @@ class RelativeAttention(nn.Module):
         self.q_proj = PackedLinear(config.d_model, inner, bias=False)
         self.k_proj = PackedLinear(config.d_model, inner, bias=False)
         self.v_proj = PackedLinear(config.d_model, inner, bias=False)
-        is_tied = isinstance(config, TransformerXLConfig) and config.tie_key_projections
-        self.r_proj = None if is_tied else PackedLinear(config.d_model, inner, bias=False)
+        has_own = config.position_keys == "projected"
+        self.r_proj = PackedLinear(config.d_model, inner, bias=False) if has_own else None
         self.o_proj = PackedLinear(inner, config.d_model, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -217,9 +217,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One Transformer-XL layer: relative attention, then feed-forward."""
 
-    def __init__(self, config: RelativeLayerConfig) -> None:
+    def __init__(self, config: RelativeLayerConfig, attention: RelativeAttention | None = None) -> None:
         super().__init__()
-        self.attention = RelativeAttention(config)
+        self.attention = RelativeAttention(config) if attention is None else attention
         self.feed_forward = FeedForward(config)
 
     @override

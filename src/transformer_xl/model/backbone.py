@@ -10,22 +10,26 @@ Shape suffixes: B batch size, T new steps, D width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BackboneConfig, UserError, check_type
+from transformer_xl.model import relative
+from transformer_xl.model.attention import AttentionContext, Biases, make_final_norm
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.gate import GRUGate
-from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.model.model_with_memory import init_weights
-from transformer_xl.model.relative_layers import RelativeLayers
+from transformer_xl.model.memory import ContextLimits, Memory, last_starts
+from transformer_xl.model.model_with_memory import ModelWithMemory, init_weights
+from transformer_xl.model.transformer_xl import run_layers
 
 
-class Backbone(RelativeLayers):
+class Backbone(ModelWithMemory):
     """An input projection if the inputs have a width of their own, and L layers with memory."""
 
-    config: BackboneConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+    config: BackboneConfig
 
     def __init__(self, config: BackboneConfig, *, memory_length: int = 128) -> None:
         """Build the backbone with initial weights drawn from torch's global random state.
@@ -45,7 +49,12 @@ class Backbone(RelativeLayers):
         self.context_limits = ContextLimits(memory_length, config.attention_window, config.clamp_length)
         self.input_dropout = FastDropout(config.dropout, variational=config.variational_dropout)
         self.input_proj = nn.Identity() if config.d_input is None else nn.Linear(config.d_input, config.d_model)
-        self.make_layers(config)
+        self.attn_implementation = relative.check_kernel(config)
+        self.cache_shapes = relative.cache_shapes(config)
+        self.content_bias = relative.make_bias(config)
+        self.position_bias = relative.make_bias(config)
+        self.layers = relative.make_layers(config)
+        self.final_norm = make_final_norm(config)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -61,7 +70,7 @@ class Backbone(RelativeLayers):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
             if isinstance(module, GRUGate):
                 nn.init.constant_(module.bias, module.initial_bias)
-        self.init_biases()
+        relative.init_biases(self.content_bias, self.position_bias)
         if isinstance(self.input_proj, nn.Linear):
             self.input_proj.reset_parameters()
 
@@ -86,15 +95,52 @@ class Backbone(RelativeLayers):
         Raises:
             UserError: a shape or dtype is wrong, or the memory is of another batch size, backbone or weights.
         """
+        x_BTD, memory = self.embed(inputs_BTD, memory)
+        self._check_starts(starts_BT, inputs_BTD)
+        states_BTD, memory = self.run_layers(x_BTD, memory, starts_BT)
+        return states_BTD[-1], memory
+
+    def embed(self, inputs_BTD: Tensor, memory: Memory | None = None) -> tuple[Tensor, Memory]:
+        """Return the projected inputs (B, T, D), and the memory, or an empty one if it is None.
+
+        Raises:
+            UserError: the shape of the inputs is wrong, or the memory is of another batch size, backbone or weights.
+        """
         check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, steps, d_input)")
         width = self.config.d_input or self.config.d_model
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != width or not inputs_BTD.shape[1]:
             actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, steps, {width}), with one step or more")
-        self._check_starts(starts_BT, inputs_BTD)
         memory = self.check_memory(memory, len(inputs_BTD))
-        states_BTD, memory = self.run_layers(self.input_proj(inputs_BTD), memory, None, starts_BT)
-        return states_BTD[-1], memory
+        return self.input_proj(inputs_BTD), memory
+
+    def run_layers(self, x_BTD: Tensor, memory: Memory, starts_BT: Tensor | None = None) -> tuple[list[Tensor], Memory]:
+        """Return the inputs of all layers and the last hidden states, and the next memory."""
+        x_BTD = self.input_dropout(x_BTD)
+        last_start_BT = None if starts_BT is None else last_starts(starts_BT)
+        context = self.attention_context(x_BTD, memory, last_start_BT)
+        states_BTD, caches = run_layers(self, x_BTD, memory, context, self.biases())
+        last_start_B = None if last_start_BT is None else last_start_BT[:, -1]
+        return states_BTD, memory.advance(caches, x_BTD.shape[1], last_start_B=last_start_B)
+
+    def attention_context(self, x_BTD: Tensor, memory: Memory, last_start_BT: Tensor | None = None) -> AttentionContext:
+        """Return what all layers share; `last_start_BT` is the index of the step that starts the episode of each."""
+        return relative.attention_context(self, x_BTD, memory, None, last_start_BT=last_start_BT)
+
+    def biases(self) -> Iterator[Biases | None]:
+        """Yield the content and the position bias of each layer."""
+        return relative.layer_biases(self.content_bias, self.position_bias, self.config.n_layers)
+
+    @override
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
+        return relative.initial_memory(self, batch_size, context_limits)
+
+    @property
+    @override
+    def like(self) -> Tensor:
+        norm = self.layers[0].get_submodule("feed_forward.norm")
+        assert isinstance(norm, nn.LayerNorm)
+        return norm.weight
 
     def _check_starts(self, starts_BT: Tensor | None, inputs_BTD: Tensor) -> None:
         check_type(starts_BT, (Tensor, type(None)), "starts_BT", "give a tensor with true where an episode starts")

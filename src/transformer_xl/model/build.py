@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_xl.config import AbsoluteConfig, ModelConfig, RecurrentConfig, ShawConfig
+from transformer_xl.config import AbsoluteConfig, ModelConfig, RecurrentConfig, ShawConfig, TransformerXLConfig
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
 from transformer_xl.model.baselines.recurrent import RecurrentModel
 from transformer_xl.model.baselines.shaw import ShawTransformer
@@ -26,4 +26,7 @@ def build_model(config: ModelConfig, *, memory_length: int | None = None) -> Lan
         return AbsoluteTransformer(config, **lengths)
     if isinstance(config, RecurrentConfig):
         return RecurrentModel(config, **lengths)
-    return ShawTransformer(config, **lengths) if isinstance(config, ShawConfig) else TransformerXL(config, **lengths)
+    if isinstance(config, ShawConfig):
+        return ShawTransformer(config, **lengths)
+    assert isinstance(config, TransformerXLConfig)
+    return TransformerXL(config, **lengths)

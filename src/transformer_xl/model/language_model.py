@@ -1,6 +1,6 @@
 """The base class of all language models, which training, evaluation, generation and analysis use.
 
-    memory = model.initial_memory(batch_size)         (or model.inference_memory(batch_size) if nothing is trained)
+    memory = model.initial_memory(batch_size)
     hidden_BTD, memory = model(tokens_BT, memory)
     logits_BTV = model.logits(hidden_BTD)
     losses_BT = model.nats(hidden_BTD, targets_BT)
@@ -69,7 +69,7 @@ class LanguageModel(ModelWithMemory):
     ) -> Memory:
         """Return an empty memory for generating token after token.
 
-        It is that of `inference_memory`, unless memory_length is 0. In that case each token would be predicted from
+        It is that of `initial_memory`, unless memory_length is 0. In that case each token would be predicted from
         the newest token only, so the memory has segment_length - 1 slots, which together with that token make one
         segment. A model without memory stores the ids of those tokens instead of hidden states, keys or values, and
         processes them again in each step.
@@ -85,7 +85,7 @@ class LanguageModel(ModelWithMemory):
         limits = context_limits or self.context_limits
         if not limits.memory_length:
             limits = replace(limits, memory_length=segment_length - 1)
-        return self.inference_memory(batch_size, limits)
+        return self.initial_memory(batch_size, limits)
 
     @override
     def forward(
@@ -204,9 +204,9 @@ class LanguageModel(ModelWithMemory):
         return penalties_BT + change * num_tokens / (num_tokens - 1) * changes_BT
 
     @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.softmax.bias.device
+    @override
+    def like(self) -> Tensor:
+        return self.softmax.bias
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
@@ -314,8 +314,8 @@ class LanguageModel(ModelWithMemory):
         self,
         tokens_BT: TokenIds | None,
         memory: Memory | None,
-        inputs_BTD: Tensor | None,
-        lengths_B: Tensor | None,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
         visible_BT: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Return the inputs of the layers, and the memory, or an empty one if it is None.

@@ -5,10 +5,10 @@ both. bfloat16 is always oneDNN's.
 
 - With gradients, `linear` takes oneDNN on AMD processors from Zen 5 on, whose units of 512 bits MKL does not use, and
   MKL elsewhere. Nothing is packed, as weights change in each step.
-- Without gradients, `PackedLinear` takes oneDNN everywhere, and packs a matrix once into the layout in which products
-  read it. A row of a result does not depend on the number of threads, and for inputs of at most 1,024 numbers not on
-  the other rows (a row of 1,536 numbers alone is summed in another order). Other products, as that of the softmax, stay
-  with torch.
+- For inference, `PackedLinear.pack` packs a matrix once into the layout in which oneDNN's products read it. A row of a
+  result does not depend on the number of threads, and for inputs of at most 1,024 numbers not on the other rows (a row
+  of 1,536 numbers alone is summed in another order, and so are rows in bfloat16 on a processor with AMX). Other
+  products, as that of the softmax, stay with torch.
 
 Shape suffixes: X any dimensions, R all of them as rows, I input width, O output width.
 """
@@ -16,22 +16,19 @@ Shape suffixes: X any dimensions, R all of them as rows, I input width, O output
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from operator import is_
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from transformer_xl.device import processor_field
-from transformer_xl.model.weights_version import count_optimizer_steps
 
 _MIN_WEIGHTS = 2**18  # below, the product takes less time than is saved
 _MIN_ONEDNN = 2**12  # weights below which `linear` stays with torch: calling oneDNN takes longer than is saved
@@ -141,82 +138,64 @@ class _OneDNNLinear(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Packed weights, and what they were made from."""
+class PackedWeights:
+    """A matrix in the layout in which oneDNN's products read it, with its bias."""
 
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    source: Sequence[Tensor]
-    """The parameters themselves: others may get their addresses later."""
-    versions: list[tuple[int, int]]
-    """Of each parameter, the number of changes that torch has counted, and its address."""
-    memory: list[StorageWeakRef]
-    """The memory of the parameters: once it is freed, other weights may get the same address."""
 
 
 class PackedLinear(nn.Linear):
-    """torch's Linear, which without gradients multiplies with weights that are packed, on an x86 processor."""
+    """torch's Linear, whose weights can be packed for inference: they must not change as long as they are."""
 
-    _packed: _Packed | None = None
+    packed: PackedWeights | None = None
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., O) for an input of shape (..., I)."""
-        if torch.is_grad_enabled():
-            self.unpack()  # the weights may change next
+        packed = self.packed
+        if packed is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return linear(input, self.weight, self.bias)
-        if self.in_features * self.out_features < _MIN_WEIGHTS or torch.compiler.is_compiling():
+        if product_dtype(input.dtype) != packed.dtype or not input.numel():
             return super().forward(input)
-        dtype = product_dtype(input.dtype)
-        packed = self._packed
-        # not self.weight, which takes Python longer
-        source = [parameter for parameter in self._parameters.values() if parameter is not None]
-        if (
-            packed is None
-            or packed.dtype != dtype
-            or not all(map(is_, source, packed.source))
-            or [(parameter._version, parameter.data_ptr()) for parameter in source] != packed.versions
-            or any(memory.expired() for memory in packed.memory)
-            or type(input) is not Tensor
-            or not input.is_cpu
-            or input.shape[-1] != self.in_features
-        ):
-            if not self._can_pack(input, dtype):
-                return super().forward(input)
-            packed = self._packed = self._pack(source, dtype)
-        return multiply(input.to(dtype), packed.weight, packed.bias)
+        return multiply(input.to(packed.dtype), packed.weight, packed.bias)
 
-    def unpack(self) -> None:
-        """Drop the packed weights; the next product without gradients packs them anew."""
-        if self._packed is not None:
-            self._packed = None
+    def pack(self, dtype: torch.dtype) -> None:
+        """Pack the weights as they are now for products of this dtype, if that makes them faster.
 
-    def _can_pack(self, input: Tensor, dtype: torch.dtype) -> bool:
+        Args:
+            dtype: of the products: that of the weights, or that of autocast.
+        """
         weight = self.weight
-        return (
-            type(input) is Tensor
-            and type(weight) is nn.Parameter
-            and input.is_cpu
-            and weight.is_cpu
-            and (dtype == weight.dtype or torch.is_autocast_enabled("cpu"))
-            and input.numel() > 0
-            and not weight.is_inference()  # torch does not count its changes
-            and input.shape[-1] == weight.shape[1]
-            and packs(dtype)
-        )
-
-    def _pack(self, source: Sequence[Tensor], dtype: torch.dtype) -> _Packed:
-        count_optimizer_steps()
-        weight = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().to(dtype).contiguous(), _ROWS)
+        is_plain = type(weight) is nn.Parameter and type(weight.data) is Tensor  # neither sharded nor quantized
+        if not is_plain or not weight.is_cpu or weight.numel() < _MIN_WEIGHTS or not packs(dtype):
+            return
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype).contiguous(), _ROWS)
         bias = None if self.bias is None else self.bias.detach().to(dtype, copy=True)
-        versions = [(parameter._version, parameter.data_ptr()) for parameter in source]
-        memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in source]
-        return _Packed(weight, bias, dtype, source, versions, memory)
+        self.packed = PackedWeights(packed, bias, dtype)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+
+
+@contextmanager
+def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within this context, in which its weights must not change, a module multiplies with packed weights.
+
+    Args:
+        module: a model that is trained, for validation.
+        dtype: of the products.
+    """
+    linears = [part for part in module.modules() if isinstance(part, PackedLinear)]
+    for part in linears:
+        part.pack(dtype)
+    try:
+        yield
+    finally:
+        for part in linears:
+            part.packed = None
 
 
 class Int8Linear(nn.Linear):

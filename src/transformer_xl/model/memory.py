@@ -125,8 +125,9 @@ class Memory(Displayed, Generic[Cache]):
     recent_BR: Tensor | None = None
     """The newest R tokens, as token id + 1 and 0 where there is none (int64), for n-gram embeddings (`ngrams.py`); None
     for a model without them."""
-    weights_version: int | None = None
-    """The model's `weights_version` where the caches were computed with its weights (a KV cache); None: any weights."""
+    owner: int | None = None
+    """Number of the prepared model that made the caches and alone continues them (a KV cache); None: any model of the
+    same settings."""
 
     @classmethod
     def empty(
@@ -137,7 +138,7 @@ class Memory(Displayed, Generic[Cache]):
         device: torch.device,
         *,
         num_recent: int = 0,
-        weights_version: int | None = None,
+        owner: int | None = None,
     ) -> Self:
         """Return a memory without valid slots, made of empty caches.
 
@@ -147,7 +148,7 @@ class Memory(Displayed, Generic[Cache]):
             context_limits: how far back attention can look.
             device: device of the memory.
             num_recent: R, the number of tokens before a segment that n-gram embeddings need.
-            weights_version: the model's, for caches that depend on its weights.
+            owner: the model's, for caches that depend on its weights.
         """
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return cls(
@@ -157,7 +158,7 @@ class Memory(Displayed, Generic[Cache]):
             context_limits=context_limits,
             min_valid=0,
             recent_BR=zeros_B[:, None].repeat(1, num_recent) if num_recent else None,
-            weights_version=weights_version,
+            owner=owner,
         )
 
     @override
@@ -246,7 +247,7 @@ class Memory(Displayed, Generic[Cache]):
     @staticmethod
     def concatenate(memories: Sequence[AnyMemory]) -> AnyMemory:
         """Return the batch rows of several memories of the same model, weights and limits as one memory."""
-        assert len({(memory.context_limits, memory.weights_version) for memory in memories}) == 1
+        assert len({(memory.context_limits, memory.owner) for memory in memories}) == 1
         parts = [memory.tensors() for memory in memories]
         joined = {name: torch.cat([tensors[name] for tensors in parts]) for name in parts[0]}
         return memories[0]._replaced(joined, min_valid=min(memory.min_valid for memory in memories))

@@ -9,13 +9,11 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from transformer_xl.config import UserError, check_type
-from transformer_xl.model.linear import PackedLinear
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
-from transformer_xl.model.weights_version import WeightsVersion
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 
@@ -25,6 +23,8 @@ class ModelWithMemory(nn.Module, ABC):
 
     context_limits: ContextLimits
     """The limits of a new memory if none are passed."""
+    final_norm: nn.Module
+    """LayerNorm after the last layer, or an identity."""
     layers: nn.ModuleList
     """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
     cache_shapes: dict[type[LayerCache], tuple[int, ...]]
@@ -37,25 +37,18 @@ class ModelWithMemory(nn.Module, ABC):
         """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
         self.num_recent = 0
         """R: number of tokens before a segment that n-gram embeddings need."""
-        self._weights_version = WeightsVersion()
-        self._packed_version: int | None = None
+        self.owner: int | None = None
+        """Number of this model if `prepare_inference` made it, None otherwise. A KV cache belongs to one such model."""
 
     @property
-    def weights_version(self) -> int | None:
-        """A number that changes when the weights change; None where torch compiles the model, which cannot see it."""
-        if torch.compiler.is_compiling():
-            return None
-        number = self._weights_version.of(self)
-        if number != self._packed_version:
-            for module in self.modules():
-                if isinstance(module, PackedLinear):
-                    module.unpack()  # a layer alone sees all changes but those of an adapter that is merged
-            self._packed_version = number
-        return number
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A parameter that has the dtype and device of memory and of the encodings of distances."""
 
-    def adopt_weights_version(self, other: ModelWithMemory) -> None:
-        """Continue the memories of another model, whose weights this one has."""
-        self._weights_version.set(self, other._weights_version.of(other))
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.like.device
 
     @property
     def limits_visible(self) -> bool:
@@ -64,7 +57,7 @@ class ModelWithMemory(nn.Module, ABC):
 
     @abstractmethod
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """Return an empty memory for training.
+        """Return an empty memory; in a model that was prepared for inference, a KV cache if it supports one.
 
         Args:
             batch_size: B.
@@ -74,22 +67,12 @@ class ModelWithMemory(nn.Module, ABC):
             UserError: the model does not support these limits.
         """
 
-    def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """Return an empty memory of the fastest kind for inference: a KV cache if the model supports one.
-
-        Hidden states are the same as with `initial_memory`. A KV cache cannot be used where gradients are computed, and
-        only with the weights, device and dtype that filled it: when the weights change, or another adapter is active,
-        the model refuses it. Arguments and errors are those of `initial_memory`.
-        """
-        return self.initial_memory(batch_size, context_limits)
-
     def check_memory(self, memory: Memory | None, batch_size: int) -> Memory:
         """Return the memory, or an empty one if it is None.
 
         Raises:
-            UserError: the memory is of another batch size, of another model or of other weights.
+            UserError: the memory is of another batch size, of another model or of another preparation.
         """
-        weights_version = self.weights_version  # also drops packed weights that are out of date
         if memory is None:
             return self.initial_memory(batch_size)
         check_type(memory, Memory, "memory", "give the memory that the model returned, or None")
@@ -106,10 +89,10 @@ class ModelWithMemory(nn.Module, ABC):
             or num_recent != self.num_recent
         ):
             raise UserError("this memory was made by another model; start with initial_memory")
-        if memory.weights_version is not None and weights_version not in (None, memory.weights_version):
+        if memory.owner is not None and memory.owner != self.owner:
             raise UserError(
-                "this memory holds keys and values of other weights than the model has now; begin with a new "
-                "inference_memory, or use initial_memory where weights change"
+                "this memory holds keys and values of another model, or of other weights than it has now; begin with a "
+                "new initial_memory of the model that prepare_inference returned"
             )
         return memory
 

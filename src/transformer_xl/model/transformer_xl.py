@@ -1,15 +1,26 @@
-"""Transformer-XL (Dai et al. 2019, section 3): layers that attend to a memory of the previous segments.
+"""Transformer-XL (Dai et al. 2019, section 3), from the tokens to the last hidden states.
 
     hidden_BTD, memory = model(tokens_BT, memory)
 
-`relative_layers.py` has the layers and their memory.
+For each layer n, with the memory m of its inputs in earlier segments, which passes no gradient (SG):
+
+    h = dropout(E[token] sqrt(D))                                      the input of the first layer
+    g = [ SG(m) ; h ]                                                  memory and segment
+    q, k, v = h W_q, g W_{k,E}, g W_v                                  for each of N heads
+    A[i, j] = q_i . k_j + q_i . r[i - j] + u . k_j + w . r[i - j]      r[d] = R[d] W_{k,R}, R sinusoids of distances
+    a = LayerNorm(h + softmax(A / sqrt(H)) v W_o)                      softmax over j <= i
+    h = LayerNorm(a + ReLU(a W_1 + b_1) W_2 + b_2)                     the input of the next layer
+
+u and w are `content_bias` and `position_bias`, which the layers share; the paper calls w v. One layer is in
+`attention.py`, a memory in `memory.py`, embedding, softmax and losses in `language_model.py`, masks and encodings of
+distances in `relative.py`.
 
 Shape suffixes: B batch size, T new tokens, S = M + T keys (M memory slots), D model width, N heads, H head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,12 +28,35 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
-from transformer_xl.model.attention import Layer
+from transformer_xl.model import relative
+from transformer_xl.model.attention import AttentionContext, Biases, Layer, make_final_norm
 from transformer_xl.model.kernels import AttentionTerms, reference
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import LayerCache, Memory
-from transformer_xl.model.relative_layers import RelativeLayers
+from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.model_with_memory import ModelWithMemory
 from transformer_xl.model.token_ids import TokenIds
+
+
+def run_layers(
+    model: ModelWithMemory, x_BTD: Tensor, memory: Memory, context: AttentionContext, biases: Iterable[Biases | None]
+) -> tuple[list[Tensor], list[LayerCache]]:
+    """Return the inputs of all layers and the last hidden states, L + 1 tensors (B, T, D), and the next caches.
+
+    Args:
+        model: its layers and its last LayerNorm compute.
+        x_BTD: the input of the first layer.
+        memory: the memory of the tokens before them, with a cache for each layer.
+        context: what all layers share.
+        biases: content and position bias of each layer.
+    """
+    states_BTD: list[Tensor] = [x_BTD]
+    caches: list[LayerCache] = []
+    for layer, cache, layer_biases in zip(model.layers, memory.layers, biases, strict=True):
+        x_BTD, cache = model.run_layer(layer, x_BTD, cache, context, layer_biases)
+        states_BTD.append(x_BTD)
+        caches.append(cache)
+    states_BTD[-1] = model.final_norm(x_BTD)
+    return states_BTD, caches
 
 
 @dataclass(frozen=True)
@@ -37,37 +71,50 @@ class LayerTrace:
     """The layer's cache after the new tokens."""
 
 
-class TransformerXL(RelativeLayers, LanguageModel):
-    """Token embedding times sqrt(D), L layers, and a softmax that by default shares the embedding's weights."""
+class RelativeLanguageModel(LanguageModel):
+    """Token embedding times sqrt(D), layers with relative attention and memory, a softmax.
+
+    A subclass registers `layers` and `final_norm`, and says what its biases are.
+    """
 
     config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-    config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
+    config_class: ClassVar[type[RelativeConfig]]
 
-    def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
-        """Build the model with initial weights as in the authors' code, drawn from torch's global random state.
-
-        Args:
-            config: settings of the model.
-            memory_length: M, the default number of memory slots of `initial_memory`.
-
-        Raises:
-            UserError: the settings are those of another architecture, or the attention kernel is unknown.
-        """
+    def __init__(self, config: RelativeConfig, *, memory_length: int) -> None:
         super().__init__(config, memory_length=memory_length)
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
-        self.make_layers(config)
-        self.init_weights()
+        self.attn_implementation = relative.check_kernel(config)
+        """The attention kernel, or `auto`. Training puts the kernel that a run began with in place of `auto`."""
+        self.cache_shapes = relative.cache_shapes(config)
+
+    def biases(self) -> Iterator[Biases | None]:
+        """Yield the content and the position bias of each layer, or None if both are the query of distance 0."""
+        raise NotImplementedError
 
     @override
-    def init_weights(self) -> None:
-        super().init_weights()
-        self.init_biases()
+    def run_layers(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
+        x_BTD = self.input_dropout(x_BTD)
+        context = self.attention_context(x_BTD, memory, lengths_B, visible_BT)
+        states_BTD, caches = run_layers(self, x_BTD, memory, context, self.biases())
+        return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B)
+
+    def attention_context(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> AttentionContext:
+        """Return what all layers share; arguments are those of `run_layers`."""
+        return relative.attention_context(self, x_BTD, memory, lengths_B, visible_BT=visible_BT)
+
+    @override
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
+        return relative.initial_memory(self, batch_size, context_limits)
 
     @property
     @override
-    def like(self) -> Tensor:
-        return self.softmax.bias
+    def limits_visible(self) -> bool:
+        return not self.config.attends_empty_slots
 
     def trace(
         self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
@@ -87,7 +134,7 @@ class TransformerXL(RelativeLayers, LanguageModel):
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, None)
         x_BTD = self.input_dropout(x_BTD)
-        context = self.attention_context(x_BTD, memory, None)
+        context = self.attention_context(x_BTD, memory)
         for layer, cache, biases in zip(self.layers, memory.layers, self.biases(), strict=True):
             assert isinstance(layer, Layer)
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
@@ -95,3 +142,35 @@ class TransformerXL(RelativeLayers, LanguageModel):
             attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
             x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
             yield LayerTrace(x_BTD, terms, cache)
+
+
+class TransformerXL(RelativeLanguageModel):
+    """The paper's model."""
+
+    config_class = TransformerXLConfig
+
+    def __init__(self, config: TransformerXLConfig, *, memory_length: int = 128) -> None:
+        """Build the model with initial weights as in the authors' code, drawn from torch's global random state.
+
+        Args:
+            config: settings of the model.
+            memory_length: M, the default number of memory slots of `initial_memory`.
+
+        Raises:
+            UserError: the settings are those of another architecture, or the attention kernel is unknown.
+        """
+        super().__init__(config, memory_length=memory_length)
+        self.content_bias = relative.make_bias(config)
+        self.position_bias = relative.make_bias(config)
+        self.layers = relative.make_layers(config)
+        self.final_norm = make_final_norm(config)
+        self.init_weights()
+
+    @override
+    def init_weights(self) -> None:
+        super().init_weights()
+        relative.init_biases(self.content_bias, self.position_bias)
+
+    @override
+    def biases(self) -> Iterator[Biases | None]:
+        return relative.layer_biases(self.content_bias, self.position_bias, self.config.n_layers)

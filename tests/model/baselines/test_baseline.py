@@ -13,6 +13,7 @@ from systems import SYSTEMS, WITH_MEMORY, make_system
 from tensors import assert_same_tensors, copied_tensors, run_parts
 
 from transformer_xl.config import UserError
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
 
 
@@ -26,8 +27,8 @@ def test_segments_of_any_lengths_equal_one_pass(name, lengths, clamp):
     limits = ContextLimits(sum(lengths), clamp_length=clamp if hasattr(model.config, "clamp_length") else None)
     text = torch.randint(0, 23, (2, sum(lengths)), generator=torch.Generator().manual_seed(1))
     whole_BTD, _ = run_parts(model, model.initial_memory(2, limits), text)
-    for memory in (model.initial_memory(2, limits), model.inference_memory(2, limits)):
-        parts_BTD, _ = run_parts(model, memory, *text.split(lengths, dim=1))
+    for reading in (model, prepare_inference(model)):
+        parts_BTD, _ = run_parts(reading, reading.initial_memory(2, limits), *text.split(lengths, dim=1))
         torch.testing.assert_close(parts_BTD, whole_BTD, rtol=0, atol=1e-10)
 
 
@@ -184,6 +185,8 @@ def test_invalid_calls_raise(call, text):
 )
 def test_memory_of_another_model_raises(tokens, name, other, settings):
     """A KV cache depends on the width of the heads (d_head), cached hidden states on that of the model (d_model)."""
-    memory = "inference_memory" if "d_head" in settings else "initial_memory"
+    model, other_model = make_system(name), make_system(other, **settings)
+    if "d_head" in settings:
+        model, other_model = prepare_inference(model), prepare_inference(other_model)
     with pytest.raises(UserError, match="another model"):
-        make_system(name)(tokens(2, 3), getattr(make_system(other, **settings), memory)(2))
+        model(tokens(2, 3), other_model.initial_memory(2))

@@ -13,10 +13,10 @@ from systems import make_system
 from tensors import assert_same_tensors
 
 from transformer_xl.config import LSTMConfig, QRNNConfig, UserError
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.baselines.recurrent import LSTMLayer
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.model.precision import with_matrices_in
 
 QRNNS = ["qrnn, kernel 1", "qrnn, kernel 2"]
 
@@ -150,12 +150,12 @@ def test_bfloat16_autocast_keeps_states_in_float32(tokens, name, embedding):
     """Tested with and without padding; a model whose weights are converted once gives the same results."""
     model, text = make_system(name, **embedding).float(), tokens(2, 7)
     exact_BTD, _ = model(text)
-    converted = with_matrices_in(model, torch.bfloat16)
+    converted = prepare_inference(model, "bfloat16").model
     for lengths_B in (None, torch.tensor([7, 7])):  # with lengths, the code for padding runs although there is none
         results = []
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             for one in (model, converted):
-                hidden_BTD, memory = one(text, one.inference_memory(2), lengths_B=lengths_B)
+                hidden_BTD, memory = one(text, one.initial_memory(2), lengths_B=lengths_B)
                 assert {cache.state_BXD.dtype for cache in memory.layers} == {torch.float32}
                 results.append(torch.cat([hidden_BTD, one(text, memory)[0]], dim=1))
         assert torch.equal(*results)

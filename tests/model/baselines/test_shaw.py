@@ -57,8 +57,7 @@ def test_parameters_and_initial_weights():
     torch.manual_seed(0)
     model = build_model(ShawConfig(max_relative_positions=64, d_model=128, n_heads=4, n_layers=2))
     assert_drawn_from_normal(model, authors_mean_std)
-    assert not model.content_bias.any()
-    assert not model.position_bias.any()
+    assert not any(biases.content_NH.any() or biases.position_NH.any() for biases in model.biases())
     names = dict(model.named_parameters())
     assert names["layers.1.attention.distance_keys"].shape == (64, 4, 32)
     assert not [name for name in names if "_bias" in name or "r_proj" in name]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import AbsoluteConfig, AlRfouConfig, UserError
+from transformer_xl.config import AbsoluteConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances, make_final_norm
 from transformer_xl.model.baselines.token_memory import TokenCache, TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
@@ -106,8 +106,8 @@ class AbsoluteTransformer(LanguageModel):
         config.check_context_limits(memory_length=memory_length)
         self.cache_shapes = {}
         self.position_embeddings: nn.Parameter | None = None
-        if isinstance(config, AlRfouConfig):
-            num_positions = config.max_position_embeddings
+        if config.learns_positions:
+            num_positions = config.limit("max_position_embeddings")
             if num_positions is None:
                 raise UserError("al-rfou needs max_position_embeddings; give the longest segment length in tokens")
             self.position_embeddings = nn.Parameter(torch.empty(config.n_layers, num_positions, config.d_model))
@@ -155,6 +155,7 @@ class AbsoluteTransformer(LanguageModel):
         *,
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Process a segment of T tokens; the first token of each batch row has position 0.
 
@@ -163,7 +164,7 @@ class AbsoluteTransformer(LanguageModel):
         """
         if isinstance(memory, TokenMemory):
             return self._recompute(tokens_BT, memory, lengths_B)
-        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
+        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT)
 
     def _recompute(
         self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None

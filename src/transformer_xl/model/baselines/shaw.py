@@ -13,15 +13,17 @@ Shape suffixes: P distances, N heads, H head width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import ShawConfig, UserError
-from transformer_xl.model.attention import AttentionContext, Layer, RelativeAttention
-from transformer_xl.model.memory import Memory
+from transformer_xl.model.attention import AttentionContext, Biases, Layer, RelativeAttention, make_final_norm
 from transformer_xl.model.model_with_memory import WEIGHT_STD
-from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.model.relative import layer_biases
+from transformer_xl.model.transformer_xl import RelativeLanguageModel
 
 
 class ShawAttention(RelativeAttention):
@@ -30,7 +32,6 @@ class ShawAttention(RelativeAttention):
     def __init__(self, config: ShawConfig) -> None:
         super().__init__(config)
         assert config.max_relative_positions is not None
-        del self.r_proj
         self.distance_keys = nn.Parameter(torch.empty(config.max_relative_positions, *self.head_shape))
 
     @override
@@ -46,8 +47,8 @@ class ShawAttention(RelativeAttention):
         return keys_PNH
 
 
-class ShawTransformer(TransformerXL):
-    """Transformer-XL with a learned vector for each distance."""
+class ShawTransformer(RelativeLanguageModel):
+    """Transformer-XL with a learned vector for each distance, and without content and position biases."""
 
     config_class = ShawConfig
 
@@ -60,15 +61,10 @@ class ShawTransformer(TransformerXL):
         if config.max_relative_positions is None:
             raise UserError("shaw needs max_relative_positions, the number of distances with a vector; give a number")
         super().__init__(config, memory_length=memory_length)
-        self.num_vectors = config.max_relative_positions  # larger distances use the vector of the largest that has one
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            layer.attention = ShawAttention(config)
-        # the biases of Transformer-XL are replaced by zeros that are neither trained nor saved
-        zeros_1NH = torch.zeros_like(self.content_bias[:1]).detach()
-        del self.content_bias, self.position_bias
-        self.register_buffer("content_bias", zeros_1NH, persistent=False)
-        self.register_buffer("position_bias", zeros_1NH.clone(), persistent=False)
+        self.layers = nn.ModuleList(Layer(config, ShawAttention(config)) for _ in range(config.n_layers))
+        self.final_norm = make_final_norm(config)
+        # biases of zeros, neither trained nor saved
+        self.register_buffer("zero_bias_1NH", torch.zeros(1, config.n_heads, config.head_dim), persistent=False)
         self.init_weights()
 
     @override
@@ -77,10 +73,9 @@ class ShawTransformer(TransformerXL):
         for module in self.modules():
             if isinstance(module, ShawAttention):
                 nn.init.normal_(module.distance_keys, 0.0, WEIGHT_STD)
-        for bias_1NH in self.buffers(recurse=False):
-            nn.init.zeros_(bias_1NH)
+        nn.init.zeros_(self.get_buffer("zero_bias_1NH"))
 
     @override
-    def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
-        num_attended, num_encoded = super()._num_distances(memory, num_new)
-        return num_attended, min(num_encoded, self.num_vectors)
+    def biases(self) -> Iterator[Biases | None]:
+        zero_1NH = self.get_buffer("zero_bias_1NH")
+        return layer_biases(zero_1NH, zero_1NH, self.config.n_layers)

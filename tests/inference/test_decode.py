@@ -1,14 +1,13 @@
 """All layers for a single new token by one native operator give the results of the modules.
 
-The native model is compared with one of the same weights whose attention kernel is `cpu`, which never takes the
-operator; a counter shows whether a token took it.
+A model prepared with the native operators is compared with one of the same weights whose attention kernel is `cpu`,
+which never takes the operator; a counter shows whether a token took it.
 
 Shape suffixes: B batch size, T tokens.
 """
 
 from __future__ import annotations
 
-import pickle
 from copy import deepcopy
 from typing import Any
 
@@ -18,11 +17,11 @@ from native_operators import needs_native
 from torch import nn
 
 from transformer_xl.config import LoraConfig, TransformerXLConfig
+from transformer_xl.inference import InferenceModel, prepare_inference
+from transformer_xl.inference.decode import DecodeTables
 from transformer_xl.integrations.int8 import with_int8_weights
-from transformer_xl.model.decode_layers import DecodableLayers
 from transformer_xl.model.lora import add_lora
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.transformer_xl import TransformerXL
 
 pytestmark = needs_native
@@ -73,17 +72,17 @@ def set_kernels(native: TransformerXL, other: TransformerXL) -> tuple[Transforme
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The batch size of each token that the operator computed."""
     sizes: list[int] = []
-    decode = DecodableLayers.decode
+    decode = DecodeTables.decode
 
-    def counted(self: DecodableLayers, x_B1D: torch.Tensor, *rest: Any) -> Any:
+    def counted(self: DecodeTables, x_B1D: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(x_B1D))
         return decode(self, x_B1D, *rest)
 
-    monkeypatch.setattr(DecodableLayers, "decode", counted)
+    monkeypatch.setattr(DecodeTables, "decode", counted)
     return sizes
 
 
-def run(model: TransformerXL, tokens_BT: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
+def run(model: InferenceModel, tokens_BT: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
     """Return the hidden states of tokens that are read one by one, and the memory after them."""
     states = []
     with torch.inference_mode():
@@ -91,6 +90,14 @@ def run(model: TransformerXL, tokens_BT: torch.Tensor, memory: Memory) -> tuple[
             hidden_B1D, memory = model(tokens_B[:, None], memory)
             states.append(hidden_B1D)
     return torch.cat(states, dim=1), memory
+
+
+def read(
+    model: TransformerXL, tokens_BT: torch.Tensor, limits: ContextLimits = LIMITS, dtype: str = "float32"
+) -> tuple[torch.Tensor, Memory]:
+    """Prepare a model, and return what `run` returns for it, from an empty memory."""
+    prepared = prepare_inference(model, dtype)
+    return run(prepared, tokens_BT, prepared.initial_memory(len(tokens_BT), limits))
 
 
 def random_tokens(batch_size: int, length: int) -> torch.Tensor:
@@ -104,7 +111,7 @@ def assert_equal(
     atol: float = 1e-10,
 ) -> None:
     """Hidden states and caches of both are the same while the memory fills, and when it is full."""
-    results = [run(model, tokens_BT, model.inference_memory(len(tokens_BT), limits)) for model in models]
+    results = [read(model, tokens_BT, limits) for model in models]
     (actual, memory), (expected, other) = results
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
     for name, tensor in memory.tensors().items():
@@ -147,13 +154,10 @@ def test_low_precision_is_as_near_to_float64_as_modules(dtype, norm_first, calls
     """bfloat16 is that of matrices under autocast; all else is float32."""
     native, other = make_pair(torch.float32, d_model=128, norm_first=norm_first, qk_norm=True)
     tokens_BT, exact = random_tokens(2, 12), deepcopy(other).double()
-    expected, _ = run(exact, tokens_BT, exact.inference_memory(2, LIMITS))
-    if dtype == torch.bfloat16:
-        native, other = set_kernels(with_matrices_in(native, dtype), with_matrices_in(other, dtype))
+    expected, _ = read(exact, tokens_BT)
     errors = []
     for model in (native, other):
-        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-            actual, _ = run(model, tokens_BT, model.inference_memory(2, LIMITS))
+        actual, _ = read(model, tokens_BT, dtype=str(dtype).removeprefix("torch."))
         errors.append((actual.double() - expected).square().mean().sqrt())
     assert len(calls) == 12
     assert errors[0] < 1.1 * errors[1]
@@ -164,10 +168,7 @@ def test_low_precision_is_as_near_to_float64_as_modules(dtype, norm_first, calls
 def test_int8_weights(name, batch_size, calls):
     """Results are those of the weights that the integers stand for, but that inputs of products have 16 bits."""
     native, _, exact = make_int8_models(**MODELS[name])
-    (expected, memory), (actual, other) = [
-        run(model, random_tokens(batch_size, 12), model.inference_memory(batch_size, LIMITS))
-        for model in (exact, native)
-    ]
+    (expected, memory), (actual, other) = [read(model, random_tokens(batch_size, 12)) for model in (exact, native)]
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=INT8_TOLERANCE)
     for key, tensor in memory.tensors().items():
         torch.testing.assert_close(other.tensors()[key].to(tensor.dtype), tensor, rtol=0, atol=INT8_TOLERANCE)
@@ -177,11 +178,10 @@ def test_int8_weights(name, batch_size, calls):
 def test_int8_weights_with_keys_in_bfloat16_are_as_near_to_float64_as_modules(calls):
     native, other, exact = make_int8_models(d_model=128, d_ff=520)
     tokens_BT = random_tokens(2, 12)
-    expected, _ = run(exact, tokens_BT, exact.inference_memory(2, LIMITS))
+    expected, _ = read(exact, tokens_BT)
     errors = []
     for model in (native, other):
-        with torch.autocast("cpu", torch.bfloat16):
-            actual, memory = run(model, tokens_BT, model.inference_memory(2, LIMITS))
+        actual, memory = read(model, tokens_BT, dtype="bfloat16")
         assert {one.dtype for one in memory.tensors().values() if one.is_floating_point()} == {torch.bfloat16}
         errors.append((actual.double() - expected).square().mean().sqrt())
     assert len(calls) == 12
@@ -197,9 +197,7 @@ def test_largest_sums_of_int8_weights(calls):
             nn.init.ones_(layer.feed_forward.up_proj.bias)
             nn.init.constant_(layer.feed_forward.down_proj.weight, -0.01)
     native, _, exact = make_int8_models(pair)
-    (expected, _), (actual, _) = [
-        run(model, random_tokens(1, 3), model.inference_memory(1, LIMITS)) for model in (exact, native)
-    ]
+    (expected, _), (actual, _) = [read(model, random_tokens(1, 3)) for model in (exact, native)]
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=INT8_TOLERANCE)
     assert len(calls) == 3
 
@@ -208,7 +206,7 @@ def test_inputs_of_int8_weights_that_are_not_finite(calls):
     native, _, _ = make_int8_models()
     for value in (float("nan"), float("inf")):
         nn.init.constant_(native.layers[0].feed_forward.up_proj.bias, value)
-        states, _ = run(native, random_tokens(1, 1), native.inference_memory(1, LIMITS))
+        states, _ = read(native, random_tokens(1, 1))
         assert states.isnan().all()
     assert len(calls) == 2
 
@@ -225,8 +223,8 @@ def test_other_int8_weights_are_computed_by_their_modules(calls):
 def test_reset_rows_are_filled_differently(calls):
     native, other = make_pair()
     results = []
-    for model in (native, other):
-        _, memory = run(model, random_tokens(3, 6), model.inference_memory(3, LIMITS))
+    for model in map(prepare_inference, (native, other)):
+        _, memory = run(model, random_tokens(3, 6), model.initial_memory(3, LIMITS))
         results.append(run(model, random_tokens(3, 5), memory.reset([1]))[0])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
     assert len(calls) == 11
@@ -234,9 +232,9 @@ def test_reset_rows_are_filled_differently(calls):
 
 def test_branches_of_a_memory_do_not_change_each_other(calls):
     """A memory stays what it was, although two others continue it and the first has written after its end."""
-    native, other = make_pair()
-    _, memory = run(native, random_tokens(1, 6), native.inference_memory(1, LIMITS))
-    _, reference = run(other, random_tokens(1, 6), other.inference_memory(1, LIMITS))
+    native, other = map(prepare_inference, make_pair())
+    _, memory = run(native, random_tokens(1, 6), native.initial_memory(1, LIMITS))
+    _, reference = run(other, random_tokens(1, 6), other.initial_memory(1, LIMITS))
     before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
     branches = [torch.tensor([[1, 2, 3]]), torch.tensor([[4, 5, 6]])]
     memories = [run(native, tokens_BT[:, :1], memory)[1] for tokens_BT in branches]
@@ -249,60 +247,16 @@ def test_branches_of_a_memory_do_not_change_each_other(calls):
     assert len(calls) == 12
 
 
-@pytest.mark.parametrize("change", ["optimizer", "load_state_dict", "in place", "data"])
-def test_changed_weights_are_used(change, calls):
-    """Nothing of a layer's weights is kept from one token to the next (but a memory keeps its keys and values)."""
-    models = make_pair()
-    generator = torch.Generator().manual_seed(8)
-    noise = {
-        name: torch.randn(one.shape, generator=generator, dtype=one.dtype) / 5
-        for name, one in models[0].named_parameters()
-        if name.startswith(("layers.", "content_bias", "position_bias"))
-    }
-
-    def alter(model: TransformerXL, step: int) -> None:
-        if step != 4:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            named = {name: one for name, one in model.named_parameters() if name in noise}
-            if change == "optimizer":
-                for name, one in named.items():
-                    one.grad = noise[name]
-                torch.optim.SGD(named.values(), lr=0.5).step()
-            elif change == "load_state_dict":
-                model.load_state_dict({name: one + noise[name] for name, one in named.items()}, strict=False)
-            elif change == "in place":
-                for name, one in named.items():
-                    one.data += noise[name]
-            else:
-                for name, one in named.items():
-                    one.data = one.data + noise[name]
-
-    results = []
-    for model in models:
-        model_layers = model.inference_memory(1, LIMITS)
-        states = []
-        for step, tokens_B in enumerate(random_tokens(1, 8).T):
-            alter(model, step)
-            with torch.inference_mode():
-                x_B1D = model.embed(tokens_B[:, None], model.inference_memory(1, LIMITS), None, None)[0]
-                hidden, model_layers = model.run_layers(x_B1D, model_layers, None)
-            states.append(hidden[-1])
-        results.append(torch.cat(states, dim=1))
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-    assert len(calls) == 8
-
-
 def test_row_depends_neither_on_other_rows_nor_on_threads(calls):
     native, _ = make_pair(torch.float32, d_model=192, n_heads=3, d_ff=300)
     tokens_BT, threads = random_tokens(8, 12), torch.get_num_threads()
-    expected, _ = run(native, tokens_BT, native.inference_memory(8, LIMITS))
+    expected, _ = read(native, tokens_BT)
     for row in (0, 7):
-        alone, _ = run(native, tokens_BT[row : row + 1], native.inference_memory(1, LIMITS))
+        alone, _ = read(native, tokens_BT[row : row + 1])
         assert torch.equal(alone[0], expected[row])
     try:
         torch.set_num_threads(3)
-        several, _ = run(native, tokens_BT, native.inference_memory(8, LIMITS))
+        several, _ = read(native, tokens_BT)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(several, expected)
@@ -330,48 +284,23 @@ def parametrize(model: TransformerXL) -> None:
     nn.utils.parametrizations.weight_norm(model.layers[0].attention.o_proj)
 
 
-def train_dropout(model: TransformerXL) -> None:
-    model.layers[0].feed_forward.relu_dropout.train()
-
-
-@pytest.mark.parametrize(
-    "alter", [add_hook, add_layer_pre_hook, replace_forward, replace_module, parametrize, train_dropout]
-)
+@pytest.mark.parametrize("alter", [add_hook, add_layer_pre_hook, replace_forward, replace_module, parametrize])
 def test_altered_layers_are_computed_by_their_modules(alter, calls):
-    """Although the operator computed them before."""
     models = make_pair()
-    results = []
     for model in models:
-        run(model, random_tokens(1, 2), model.inference_memory(1, LIMITS))
         alter(model)
-        torch.manual_seed(1)
-        results.append(run(model, random_tokens(1, 5), model.inference_memory(1, LIMITS))[0])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-    assert len(calls) == 2
+    assert_equal(models, random_tokens(1, 5))
+    assert not calls
 
 
-def test_converted_model(calls):
-    """The operator computes other dtypes after a conversion, and leaves layers of two dtypes to the modules."""
-    native, other = make_pair(torch.float32)
-    run(native, random_tokens(1, 2), native.inference_memory(1, LIMITS))
-    assert_equal((native.double(), other.double()), random_tokens(1, 3))
-    assert len(calls) == 5
-    native.layers[1].attention.v_proj.weight.data = native.layers[1].attention.v_proj.weight.data.float()
+def test_layers_of_two_dtypes_are_left_to_the_modules(calls):
+    native, _ = make_pair(torch.float32)
+    read(native.double(), random_tokens(1, 3))
+    assert len(calls) == 3
+    native.final_norm = nn.LayerNorm(16)
+    native.layers[1].attention.norm.float()
     with pytest.raises(RuntimeError, match="dtype"):  # as the modules say
-        run(native, random_tokens(1, 1), native.inference_memory(1, LIMITS))
-
-
-@pytest.mark.parametrize("change", ["copy", "pickle"])
-def test_copies_compute_with_their_own_weights(change, calls):
-    native, _ = make_pair()
-    run(native, random_tokens(1, 2), native.inference_memory(1, LIMITS))
-    copy = deepcopy(native) if change == "copy" else pickle.loads(pickle.dumps(native))
-    with torch.no_grad():
-        for parameter in native.parameters():
-            parameter.zero_()
-    other = deepcopy(copy)
-    assert_equal(set_kernels(copy, other), random_tokens(1, 3))
-    assert len(calls) == 5
+        read(native, random_tokens(1, 1))
 
 
 def test_lora_is_computed_by_its_modules(calls):
@@ -388,26 +317,13 @@ def test_lora_is_computed_by_its_modules(calls):
 
 
 def test_other_calls_take_the_modules(calls):
-    """Gradients, several tokens, many rows, padding, starts of episodes and autocast without converted matrices."""
-    native, _ = make_pair(torch.float32)
-    with torch.inference_mode():
-        memory = native.inference_memory(1, LIMITS)
-        native(random_tokens(1, 2), memory)
-        native(random_tokens(9, 1), native.inference_memory(9, LIMITS))
-        native(random_tokens(1, 1), native.initial_memory(1, LIMITS))
-        native.run_layers(torch.zeros(1, 1, 16), memory, torch.tensor([1]))
-        native.run_layers(torch.zeros(1, 1, 16), memory, None, torch.tensor([[True]]))
-        with torch.autocast("cpu", torch.bfloat16):
-            native(random_tokens(1, 1), memory)
-    native(random_tokens(1, 1), native.initial_memory(1, LIMITS))
+    """Several tokens, many rows, padding, and hidden memory."""
+    native = prepare_inference(make_pair(torch.float32)[0])
+    memory = native.initial_memory(1, LIMITS)
+    native(random_tokens(1, 2), memory)
+    native(random_tokens(9, 1), native.initial_memory(9, LIMITS))
+    native(random_tokens(1, 1), memory, lengths_B=torch.tensor([1]))
+    native(random_tokens(1, 1), memory, visible_BT=torch.tensor([[4]]))
+    native.model.owner = None
+    native(random_tokens(1, 1), native.model.initial_memory(1, LIMITS))
     assert not calls
-
-
-def test_changed_eps_is_read_anew(calls):
-    models, results = make_pair(), []
-    for model in models:
-        run(model, random_tokens(1, 2), model.inference_memory(1, LIMITS))
-        model.layers[0].feed_forward.norm.eps = 1.0
-        results.append(run(model, random_tokens(1, 5), model.inference_memory(1, LIMITS))[0])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-    assert len(calls) == 2 + 5

@@ -1,7 +1,7 @@
 """All layers for a single new token, as in generation, by one native operator; results are those of the modules.
 
-Python takes about as long for the modules of twelve layers as the arithmetic of a small model. So what the operator
-reads of the layers is found once for their weights; for each token, it is only checked that nothing was changed.
+Python takes about as long for the modules of twelve layers as the arithmetic of a small model. What the operator reads
+of the layers is found once, when a model is prepared.
 
 Shape suffixes: B batch size, T new tokens, D model width, L layers, C rows of storage (one for each token), P
 distances, N heads, H head width.
@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _hooks
 
 from transformer_xl.model.attention import AttentionContext, Biases, FeedForward, Layer, RelativeAttention
 from transformer_xl.model.dropout import FastDropout
-from transformer_xl.model.kernels import native as native_kernel
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
-from transformer_xl.model.linear import Int8Linear, PackedLinear, product_dtype
+from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.norm import RMSNorm
 
@@ -32,67 +30,48 @@ _MAX_ROWS = 8  # of a batch; with more, products of matrices are faster
 
 
 @dataclass(frozen=True, eq=False)
-class DecodableLayers:
+class DecodeTables:
     """What the native operator reads of a model's layers."""
 
-    weights_version: int
-    modules: list[nn.Module]
-    """The layers, and all modules inside them that compute."""
+    dtype: torch.dtype
+    """Of products."""
     position_keys: list[Callable[[AttentionContext], Tensor]]
     """The function of each layer that projects the encodings of distances."""
     weights: list[Tensor]
     """Of each layer, in the operator's order."""
-    dtypes: list[torch.dtype]
-    """Of the weights."""
     biases: list[Tensor]
     """u and w of each layer."""
     eps: list[float]
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
-    norms: list[tuple[nn.Module, float]]
-    """Those that have an eps, with it."""
     norm_first: bool
 
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of a model finds its own
-
-    def are_unchanged(self, weights_version: int, biases: Biases | None) -> bool:
-        """Return whether all is as it was found, and the modules compute as their classes do in evaluation.
+    def accept(self, x_BTD: Tensor, memory: Memory) -> bool:
+        """Return whether this is a single token of few rows, after a KV cache.
 
         Args:
-            weights_version: the number of the model's weights.
-            biases: those of the first layer. All are views, which keep the old numbers where a parameter's data were
-                replaced.
+            x_BTD: input of the first layer.
+            memory: that of the tokens before them.
         """
         return (
-            weights_version == self.weights_version
-            and biases is not None
-            and self.biases[0].data_ptr() == biases.content_NH.data_ptr()
-            and self.biases[1].data_ptr() == biases.position_NH.data_ptr()
-            and not any(map(_is_altered, self.modules))
-            and all(weight.is_contiguous() for weight in self.weights)
-            and [weight.dtype for weight in self.weights] == self.dtypes
-            and all(norm.eps == eps for norm, eps in self.norms)
+            x_BTD.shape[1] == 1
+            and 0 < x_BTD.shape[0] <= _MAX_ROWS
+            and isinstance(memory, KeyValueMemory)
+            and not torch.compiler.is_compiling()
         )
-
-    def accept(self, dtype: torch.dtype) -> bool:
-        """Return whether the operator has the formats of the weights for inputs of this dtype, with autocast or not."""
-        matrix_dtype, vector_dtype = self.dtypes[0], self.dtypes[-1]
-        of_products = product_dtype(dtype)
-        return dtype == vector_dtype and matrix_dtype in (of_products, torch.int8) and (of_products, dtype) in _DTYPES
 
     def decode(self, x_B1D: Tensor, memory: Memory, context: AttentionContext) -> tuple[list[Tensor], list[LayerCache]]:
         """Return the results of all layers for a single new token (B, 1, D), and their next caches.
 
         Args:
             x_B1D: the input of the first layer.
-            memory: a KV cache that `can_decode` accepted.
+            memory: a KV cache.
             context: inputs that all layers share.
         """
         caches: list[KeyValueCache] = []
         for cache, project in zip(memory.layers, self.position_keys, strict=True):
             assert isinstance(cache, KeyValueCache)
             cache.keys_of_positions(context.num_distances, partial(project, context))
-            caches.append(cache.reserve(1, product_dtype(x_B1D.dtype)))
+            caches.append(cache.reserve(1, self.dtype))
         states_LB1D = torch.ops.transformer_xl_native.decode_layers(
             *(x_B1D, self.weights, self.biases, self.eps, self.norm_first),
             *([cache.storage.k_BNCH for cache in caches], [cache.storage.v_BNCH for cache in caches]),
@@ -103,9 +82,9 @@ class DecodableLayers:
         return list(states_LB1D.unbind(0)), list(caches)
 
 
-def find_decodable_layers(
-    layers: Iterable[nn.Module], biases: Iterable[Biases | None], weights_version: int
-) -> DecodableLayers | None:
+def decode_tables(
+    layers: Iterable[nn.Module], biases: Iterable[Biases | None], dtype: torch.dtype
+) -> DecodeTables | None:
     """Return what the native operator reads of the layers, or None if it cannot compute them.
 
     It cannot if a module is not as it was made: replaced (LoRA), with a hook or with gates.
@@ -113,55 +92,28 @@ def find_decodable_layers(
     Args:
         layers: the layers of a model.
         biases: those of each layer, or None where they are not learned.
-        weights_version: the number of the model's weights.
+        dtype: of products.
     """
-    found = DecodableLayers(weights_version, [], [], [], [], [], [], [], False)
+    found = DecodeTables(dtype, [], [], [], [], False)
     for layer, pair in zip(layers, biases, strict=True):
         parts = None if pair is None else _parts(layer)
         if parts is None or pair is None:
             return None
-        attention, modules, weights, norms = parts
-        found.modules.extend([layer, *modules])
+        attention, weights, norms = parts
         found.position_keys.append(attention.position_keys)
         found.weights.extend(weights)
         found.biases.extend([pair.content_NH, pair.position_NH])
         found.eps.extend(0.0 if isinstance(norm, nn.Identity) else float(norm.eps) for norm in norms)
-        found.norms.extend((norm, float(norm.eps)) for norm in norms if not isinstance(norm, nn.Identity))
     per_layer = len(found.weights) // len(found.position_keys)
     of_matrices = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer < _MATRICES}
     of_vectors = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer >= _MATRICES}
-    if len(of_matrices) > 1 or len(of_vectors) > 1 or any(map(_is_altered, found.modules)):
+    if len(of_vectors) > 1 or of_matrices not in ({dtype}, {torch.int8}) or (dtype, *of_vectors) not in _DTYPES:
         return None
-    found.dtypes.extend(weight.dtype for weight in found.weights)
     return replace(found, norm_first=attention.norm_first)
 
 
-def can_decode(x_BTD: Tensor, memory: Memory, context: AttentionContext) -> bool:
-    """Return whether this is a single token of few rows, without gradients, padding and starts of episodes.
-
-    Args:
-        x_BTD: input of the first layer.
-        memory: that of the tokens before them.
-        context: inputs that all layers share.
-    """
-    return (
-        x_BTD.shape[1] == 1
-        and 0 < x_BTD.shape[0] <= _MAX_ROWS
-        and context.attend is native_kernel.attend
-        and isinstance(memory, KeyValueMemory)
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and type(x_BTD) is Tensor
-        and x_BTD.is_cpu
-        and not context.dropout
-        and context.lengths_B is None
-        and context.mask.first_key_BT is None
-        and not (_hooks._global_forward_hooks or _hooks._global_forward_pre_hooks)
-    )
-
-
-def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[nn.Module], list[Tensor], list[Any]] | None:
-    """Return attention, modules, weights and norms of a layer, or None if it has others than the operator computes."""
+def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[Tensor], list[Any]] | None:
+    """Return attention, weights and norms of a layer, or None if it has others than the operator computes."""
     attention, feed_forward = layer._modules.get("attention"), layer._modules.get("feed_forward")
     if type(layer) is not Layer or type(attention) is not RelativeAttention or type(feed_forward) is not FeedForward:
         return None
@@ -176,7 +128,7 @@ def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[nn.Module], list[T
     linear_class = Int8Linear if is_int8 else PackedLinear
     expected = [linear_class] * 6 + [nn.LayerNorm] * 2 + [RMSNorm if has_head_norms else nn.Identity] * 2
     modules: list[Any] = [*linears, *norms, *dropouts]
-    if list(map(type, modules)) != expected + [FastDropout] * 4:
+    if list(map(type, modules)) != expected + [FastDropout] * 4 or any(map(_has_hook, layer.modules())):
         return None
     if [module.relu for module in dropouts] != [False, False, False, True]:
         return None
@@ -199,7 +151,7 @@ def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[nn.Module], list[T
         return None
     if not all(weight.is_contiguous() and weight.is_cpu for weight in weights):
         return None
-    return attention, [attention, feed_forward, *modules], weights, norms
+    return attention, weights, norms
 
 
 def _int8_parts(weight: Any) -> tuple[Tensor, Tensor] | None:
@@ -212,12 +164,7 @@ def _int8_parts(weight: Any) -> tuple[Tensor, Tensor] | None:
     return (integers, scales) if is_plain and torch.equal(weight.dequantize(), integers * scales) else None
 
 
-def _is_altered(module: Any) -> bool:
-    """Return whether a module trains, has a hook, is compiled or has another forward pass than its class."""
-    return (
-        module.training
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
+def _has_hook(module: nn.Module) -> bool:
+    """Return whether a module has a hook, is compiled or has another forward pass than its class."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or module._compiled_call_impl is not None or "forward" in module.__dict__
