@@ -27,6 +27,7 @@ from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from transformer_xl import Backbone, BackboneConfig, Memory
+from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.integrations.torchrl import BackboneModule
 
 TARGET_SECONDS = 0.2  # of a round
@@ -70,22 +71,23 @@ def plain_systems(size: Size) -> Systems:
     starts_BT = torch.rand(size.environments, size.window) < 0.02
     starts_BT[:, 0] = False  # a memory that stays full
     backbone = backbone_of(size)
-    memory, kv_cache = (make(size.environments) for make in (backbone.initial_memory, backbone.inference_memory))
+    prepared = prepare_inference(backbone)
+    memory, kv_cache = (one.initial_memory(size.environments) for one in (backbone, prepared))
     with torch.no_grad():
         for _ in range(-(-size.memory_length // size.window)):  # a full memory
             _, memory = backbone(inputs_BTD, memory)
-            _, kv_cache = backbone(inputs_BTD, kv_cache)
+            _, kv_cache = prepared(inputs_BTD, kv_cache)
 
-    def act(memory: Memory) -> Callable[[], None]:
+    def act(memory: Memory, acting: Backbone | InferenceModel = backbone) -> Callable[[], None]:
         def step() -> None:
             nonlocal memory
-            _, memory = backbone(step_B1D, memory, starts_BT=starts_BT[:, :1])
+            _, memory = acting(step_B1D, memory, starts_BT=starts_BT[:, :1])
 
         return step
 
     systems: Systems = {
         "Backbone": (backbone, act(memory), lambda: backbone(inputs_BTD, memory, starts_BT=starts_BT)[0]),
-        "Backbone, KV cache": (backbone, act(kv_cache), None),
+        "Backbone, KV cache": (backbone, act(kv_cache, prepared), None),
     }
     for name, cls in (("nn.GRU", nn.GRU), ("nn.LSTM", nn.LSTM)):
         rnn = cls(size.width, size.width, size.n_layers, batch_first=True)

@@ -10,9 +10,9 @@ from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.sampling import sample
+from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.integrations.int8 import with_int8_weights
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.transformer_xl import TransformerXL
 
 
@@ -29,12 +29,9 @@ class Runner:
         model = TransformerXL(TransformerXLConfig(**task.model_sizes, dropout=0.0)).eval().to(task.device)
         if task.variant == "int8":
             model = with_int8_weights(model)
-        elif task.dtype == "bfloat16":
-            model = with_matrices_in(model, torch.bfloat16)
-        self.model = model
+        self.model: TokenModel = model if task.variant == "hidden" else prepare_inference(model, task.dtype)
         context_limits = ContextLimits(task.memory_length, task.memory_length, task.clamp_length)
-        new_memory = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
-        self.memory = new_memory(task.batch_size, context_limits)
+        self.memory = self.model.initial_memory(task.batch_size, context_limits)
         with torch.inference_mode(), task.autocast():
             for segment_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
                 _, self.memory = self.model(segment_BT.to(task.device), self.memory)
