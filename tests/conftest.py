@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from transformer_xl.config import TransformerXLConfig
+from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.transformer_xl import TransformerXL
 
 # Triton reads this variable when it is imported, and some functions of torch import Triton.
@@ -46,6 +47,16 @@ def make_model():
             for parameter in model.parameters():  # larger than initialized, so that attention is not nearly uniform
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def make_inference(make_model):
+    """Returns a function that prepares a model of `make_model` for inference; keyword arguments are settings."""
+
+    def make(**settings) -> InferenceModel:
+        return prepare_inference(make_model(**settings))
 
     return make
 

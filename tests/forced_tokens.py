@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits, Memory
 
 CLOSE = {"rtol": 0, "atol": 1e-10}  # tolerance of comparisons in float64
@@ -31,24 +31,24 @@ class ForcedTokens:
 
 
 class RecordedModel:
-    """A model that records the number of tokens of each call (in `lengths`) and its last memory."""
+    """A model that records the number of tokens of each call (in `lengths`, for each row) and its last memory."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model, self.lengths = model, []
+    def __init__(self, model: TokenModel) -> None:
+        self.recorded, self.lengths = model, []
 
-    def __call__(self, tokens_BT: Tensor, memory: Memory, lengths_B: Tensor | None = None) -> tuple[Tensor, Memory]:
-        hidden_BTD, self.memory = self.model(tokens_BT, memory, lengths_B=lengths_B)
+    def __call__(self, tokens_BT: Tensor, memory: Memory, **arguments: Any) -> tuple[Tensor, Memory]:
+        hidden_BTD, self.memory = self.recorded(tokens_BT, memory, **arguments)
         self.lengths.append(tokens_BT.shape[1])
         return hidden_BTD, self.memory
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        return getattr(self.recorded, name)
 
 
-def full_pass(model: LanguageModel, tokens: list[int], context_limits: ContextLimits) -> tuple[Tensor, Memory]:
+def full_pass(model: TokenModel, tokens: list[int], context_limits: ContextLimits) -> tuple[Tensor, Memory]:
     """Read all tokens in one call, from an empty memory; return the logits after each token, (T, V), and the memory."""
     with torch.no_grad():
-        hidden_BTD, memory = model(torch.tensor([tokens]), model.inference_memory(1, context_limits))
+        hidden_BTD, memory = model(torch.tensor([tokens]), model.initial_memory(1, context_limits))
         return model.logits(hidden_BTD)[0], memory
 
 

@@ -193,7 +193,7 @@ def shown(run: Run, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) ->
     words = [f"word{number}" for number in range(5000)]
     vocabulary = prepare(documents=[" ".join(words)], out=tmp_path_factory.mktemp("w") / "words", tokenizer="word")
     long = "<b>a & b</b>\n\u20ac " * 10_000
-    training, inference = run.model.initial_memory(257), run.model.inference_memory(257)
+    training, inference = run.model.initial_memory(257), run.inference().initial_memory(257)
     (completion,) = generate(run, [long], max_new_tokens=3, max_prompt_tokens=5, logprobs=True)
     return {
         "run": run,

@@ -42,10 +42,10 @@ class Reader:
             partial: whether a read may end inside a segment and the next one go on there. The memory then also has
                 slots for the tokens of a segment.
         """
-        num_slots = memory.length
-        if partial and model.limits_visible:
-            num_slots += segment_length - 1
-        self._set_up(model, memory.resized(num_slots), memory.context_limits, segment_length)
+        limits = memory.context_limits
+        if partial and model.limits_visible and segment_length > 1:
+            memory = memory.resized(memory.length + segment_length - 1)
+        self._set_up(model, memory, limits, segment_length)
 
     def _set_up(self, model: TokenModel, memory: Memory, limits: ContextLimits, segment_length: int) -> None:
         self.model, self.segment_length = model, segment_length

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.analysis.evaluation_speed import SpeedMeasurement, flops_ratio
 from transformer_xl.config import SpeedComparison, TransformerXLConfig
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -16,11 +17,11 @@ SMALL = TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_
 def test_flops_ratio_equals_counted_flops(clamp):
     """torch's FLOP counter counts one token with a full memory of 8; it counts two FLOPs for each multiplication."""
     window = 9
-    model = TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval()
+    model = prepare_inference(TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval())
     tokens = torch.zeros(1, window, dtype=torch.int64)
     with torch.inference_mode():
         # memory length, attention window, clamp length
-        _, memory = model(tokens, model.inference_memory(1, ContextLimits(8, window, clamp)))
+        _, memory = model(tokens, model.initial_memory(1, ContextLimits(8, window, clamp)))
         with FlopCounterMode(display=False) as counter:
             model(tokens[:, :1], memory)
     n_layers, d_model, inner, d_ff = 2, 14, 2 * 5, 19
@@ -35,7 +36,7 @@ def test_both_models_are_timed_in_turns(capsys):
     )
     measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
     # vanilla: 7 position embeddings in each layer; memory: r_proj in each layer, and one pair of attention biases
-    difference = measurement.vanilla_model.num_parameters() - measurement.memory_model.num_parameters()
+    difference = measurement.num_vanilla_parameters - measurement.num_parameters
     assert difference == 2 * 14 * 7 - (2 * 14 * 10 + 2 * 2 * 5)
     for window in (5, 7):
         row = measurement.measure(window)

@@ -1,8 +1,8 @@
 """Beam search equals an exhaustive search, and a slow search that reads all tokens again for every beam.
 
-The fixture make_model (tests/conftest.py) makes a small model with random weights, by default with a vocabulary of 23.
-TEXT is a list of ids of that vocabulary, `full_pass` reads tokens in one call, and RecordedModel.lengths has the number
-of tokens of each call of the model.
+The fixture make_inference (tests/conftest.py) prepares a small model with random weights, by default with a vocabulary
+of 23. TEXT is a list of ids of that vocabulary, `full_pass` reads tokens in one call, and RecordedModel.lengths has the
+number of tokens of each call of the model.
 
 Shape suffixes: B sequences, T tokens, D d_model, V vocabulary.
 """
@@ -35,7 +35,7 @@ def config_of(num_beams: int, max_new_tokens: int, **settings: Any) -> Generatio
 def run_beam_search(
     model: Any, config: GenerationConfig, prompt: list[int], logits_processor: Any = None
 ) -> list[Hypothesis]:
-    return search_token_ids(model, prompt, config, model.inference_memory(1, LIMITS), logits_processor)
+    return search_token_ids(model, prompt, config, model.initial_memory(1, LIMITS), logits_processor)
 
 
 def exhaustive_search(
@@ -64,9 +64,9 @@ def exhaustive_search(
 @pytest.mark.parametrize(("eos_token_ids", "min_new_tokens"), [((), 0), ((1, 3), 0), ((3,), 2)])
 @pytest.mark.parametrize("cutoffs", [(), (2,)])
 def test_with_enough_beams_equals_exhaustive_search(
-    make_model, length_penalty: float, eos_token_ids: tuple[int, ...], min_new_tokens: int, cutoffs: tuple[int, ...]
+    make_inference, length_penalty: float, eos_token_ids: tuple[int, ...], min_new_tokens: int, cutoffs: tuple[int, ...]
 ) -> None:
-    model = make_model(vocab_size=5, cutoffs=cutoffs, tie_word_embeddings=False)
+    model = make_inference(vocab_size=5, cutoffs=cutoffs, tie_word_embeddings=False)
     settings = {"length_penalty": length_penalty, "eos_token_ids": eos_token_ids, "min_new_tokens": min_new_tokens}
     config = config_of(num_beams=125, max_new_tokens=3, **settings)  # there are 5**3 = 125 continuations
     hypotheses, expected = run_beam_search(model, config, PROMPT), exhaustive_search(model, config, PROMPT)
@@ -102,16 +102,16 @@ def reference_search(model: LanguageModel, config: GenerationConfig, prompt: lis
 @pytest.mark.parametrize("eos_token_ids", [(), (3, 8, 20)])
 @pytest.mark.parametrize(("length_penalty", "seed"), [(0.0, 7), (1.0, 7), (1.0, 11)])
 def test_few_beams_equal_the_reference_search(
-    make_model, num_beams: int, eos_token_ids, length_penalty: float, seed: int
+    make_inference, num_beams: int, eos_token_ids, length_penalty: float, seed: int
 ) -> None:
-    model = make_model(seed=seed)
+    model = make_inference(seed=seed)
     config = config_of(num_beams, 9, length_penalty=length_penalty, eos_token_ids=eos_token_ids)
     hypotheses = run_beam_search(model, config, TEXT[:4])
     assert [hypothesis.token_ids for hypothesis in hypotheses] == reference_search(model, config, TEXT[:4])
 
 
-def test_search_ends_once_no_beam_can_score_better(make_model) -> None:
-    recorded = RecordedModel(make_model())
+def test_search_ends_once_no_beam_can_score_better(make_inference) -> None:
+    recorded = RecordedModel(make_inference())
     with torch.no_grad():
         recorded.model.softmax.bias[3] = 30.0
     # token 3, an EOS token, is by far the most likely one
@@ -120,7 +120,7 @@ def test_search_ends_once_no_beam_can_score_better(make_model) -> None:
     assert len(recorded.lengths) < 5
 
 
-def test_search_continues_if_a_longer_hypothesis_may_score_better(make_model) -> None:
+def test_search_continues_if_a_longer_hypothesis_may_score_better(make_inference) -> None:
     """Token 3 ends a sequence. The finished hypothesis (3,) scores log(0.8) = -0.22; the other one begins with token 5
     and log(0.2) = -1.61, which is -0.18 per token after nine tokens and -0.23 after seven."""
 
@@ -129,16 +129,16 @@ def test_search_continues_if_a_longer_hypothesis_may_score_better(make_model) ->
         probabilities_V[[3, 5]] = torch.tensor([1e-9, 1.0] if token_ids_BT.shape[1] else [0.8, 0.2])
         return probabilities_V.log().expand_as(logits_BV)
 
-    (best,) = run_beam_search(make_model(), config_of(1, 9, eos_token_ids=(3,)), TEXT[:4], force)
+    (best,) = run_beam_search(make_inference(), config_of(1, 9, eos_token_ids=(3,)), TEXT[:4], force)
     assert (best.token_ids, best.score) == ((5,) * 9, pytest.approx(math.log(0.2) / 9, abs=1e-6))
-    (best,) = run_beam_search(make_model(), config_of(1, 7, eos_token_ids=(3,)), TEXT[:4], force)
+    (best,) = run_beam_search(make_inference(), config_of(1, 7, eos_token_ids=(3,)), TEXT[:4], force)
     assert (best.token_ids, best.score) == ((3,), pytest.approx(math.log(0.8), abs=1e-6))
 
 
-def test_memory_is_continued_and_not_changed(make_model) -> None:
-    model = make_model()
+def test_memory_is_continued_and_not_changed(make_inference) -> None:
+    model = make_inference()
     with torch.no_grad():
-        _, memory = model(torch.tensor([TEXT[:7]]), model.inference_memory(1, LIMITS))
+        _, memory = model(torch.tensor([TEXT[:7]]), model.initial_memory(1, LIMITS))
     before, recorded = copied_tensors(memory), RecordedModel(model)
     hypotheses = search_token_ids(recorded, TEXT[7:11], config_of(3, 5), memory)
     assert recorded.lengths == [4, 1, 1, 1, 1]
@@ -147,8 +147,8 @@ def test_memory_is_continued_and_not_changed(make_model) -> None:
     assert [hypothesis.token_ids for hypothesis in hypotheses] == [hypothesis.token_ids for hypothesis in expected]
 
 
-def test_logprobs_are_those_of_the_processed_logits(make_model) -> None:
-    model, received_ids = make_model(vocab_size=5), []
+def test_logprobs_are_those_of_the_processed_logits(make_inference) -> None:
+    model, received_ids = make_inference(vocab_size=5), []
 
     def without_2(token_ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
         received_ids.append(token_ids_BT.tolist())
@@ -163,13 +163,13 @@ def test_logprobs_are_those_of_the_processed_logits(make_model) -> None:
     assert sorted(received_ids[1]) == [[0], [1], [2], [3], [4]]
 
 
-def test_unusable_prompts_and_logits_are_refused(make_model) -> None:
-    model, every_token = make_model(), tuple(range(23))
+def test_unusable_prompts_and_logits_are_refused(make_inference) -> None:
+    model, every_token = make_inference(), tuple(range(23))
     with pytest.raises(UserError, match="token id 23"):
         search_token_ids(model, [23], config_of(4, 9))
     with pytest.raises(UserError, match="no token is left"):
         search_token_ids(model, [1], config_of(4, 9, eos_token_ids=every_token, min_new_tokens=1))
     with torch.no_grad():
-        model.softmax.bias[5] = float("nan")
+        model.model.softmax.bias[5] = float("nan")
     with pytest.raises(UserError, match="not finite"):
         search_token_ids(model, [1], config_of(4, 9))

@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import torch
 from forced_tokens import ForcedTokens, RecordedModel, assert_same_memory, full_pass
+from model_configs import model_config
 from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.evaluation.score import score
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.beam_search import beam_search, search_token_ids
 from transformer_xl.generation.chat import Chat
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate, stream
+from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
@@ -55,8 +58,9 @@ def test_generate_equals_decoded_tokens_of_a_batch_generator(run: Run) -> None:
     """The prompt follows the BOS token; context limits are those of the run's evaluation settings; top-k is 40."""
 
     def expected_text(context_limits: ContextLimits, prompt: bytes) -> str:
-        memory = run.model.inference_memory(1, context_limits)
-        generator = BatchGenerator(run.model, [prompt], GenerationConfig(top_k=40, seed=3), memory=memory)
+        model = run.inference()
+        memory = model.initial_memory(1, context_limits)
+        generator = BatchGenerator(model, [prompt], GenerationConfig(top_k=40, seed=3), memory=memory)
         return bytes(generator.step()[0].token_id for _ in range(29)).decode(errors="replace")
 
     for prompt, encoded in (("caf\u00e9", b"caf\xc3\xa9"), (b"\xff\x00", b"\xff\x00"), (None, b"")):
@@ -107,6 +111,45 @@ def test_keyword_settings_replace_those_of_the_config(run: Run) -> None:
     assert generate(run, "a", config, seed=4) == generate(run, "a", max_new_tokens=7, seed=4, stop="x")
     with pytest.raises(UserError, match=r"'max_tokens'.*max_new_tokens"):
         generate(run, "a", config, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_ngram": 3, "ngram_buckets": 101, "d_ngram": 7},
+        {"architecture": "shaw", "max_relative_positions": 9},
+        {"architecture": "lstm"},
+    ],
+    ids=lambda settings: settings.get("architecture", "n-grams" if settings else "transformer-xl"),
+)
+def test_probabilities_of_the_next_token_are_those_of_score(settings: dict[str, Any]) -> None:
+    """Wherever the prompt ends in its segment, and however much longer than the memory it is; also in a batch."""
+    sizes = {"vocab_size": 256, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
+    torch.manual_seed(7)
+    model = build_model(model_config(**sizes | settings), memory_length=11).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    run = Run(model, ByteTokenizer(), RunConfig(train=TrainConfig(segment_length=7, memory_length=11)))
+    text = "the cat sat on the mat and looked at the dog"
+    (scored,) = score(run, text)
+    lengths = [3, 6, 7, 12, 13, 14, 25, 40]
+    config = GenerationConfig(max_new_tokens=1, logprobs=True)
+    for length in lengths:
+        completion = generate(run, text[:length], config, **forced(text[length]))
+        assert completion.logprob == pytest.approx(-scored.nats_K[length], abs=1e-10)
+        beams = beam_search(run, text[:length], max_new_tokens=1, num_beams=256)
+        (beam,) = [beam for beam in beams if beam.token_ids == (ord(text[length]),)]
+        assert beam.logprob == pytest.approx(-scored.nats_K[length], abs=1e-10)
+
+    def force(token_ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        return logits_BV.scatter(-1, torch.tensor([[ord(text[length])] for length in lengths]), 1e9)
+
+    completions = generate(run, [text[:length] for length in lengths], config, logits_processor=force)
+    for length, completion in zip(lengths, completions, strict=True):
+        assert completion.text == text[length]
+        assert completion.logprob == pytest.approx(-scored.nats_K[length], abs=1e-10)
 
 
 # Several texts
@@ -167,10 +210,12 @@ def test_bfloat16_applies_to_texts_streams_and_beams(run: Run) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"stop": "\n"}, {"eos_token_ids": [10]}])
-def test_memory_of_a_stream_continues_the_conversation(run: Run, settings: dict[str, Any]) -> None:
+def test_memory_of_a_stream_continues_the_conversation(
+    run: Run, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each turn reads only its own prompt, and leaves the memory of the whole conversation."""
-    recorded = RecordedModel(run.model)
-    run = Run(recorded, run.tokenizer, run.config)
+    recorded = RecordedModel(run.inference())
+    monkeypatch.setattr(Run, "inference", lambda run, dtype: recorded)
     memory: Memory | None = None
     conversation = b"\n"
     for turn in range(3):
@@ -185,7 +230,7 @@ def test_memory_of_a_stream_continues_the_conversation(run: Run, settings: dict[
         if previous_memory is not None:
             assert_same_tensors(previous_memory, before)
         conversation += prompt.encode() + b"ok\n"
-        assert_same_memory(memory, full_pass(recorded.model, list(conversation), LIMITS)[1])
+        assert_same_memory(memory, full_pass(recorded.recorded, list(conversation), LIMITS)[1])
 
 
 # Conversations
@@ -223,7 +268,7 @@ def test_beam_search_decodes_its_hypotheses(run: Run) -> None:
     eos = beam_search(run, "the", num_beams=3, max_new_tokens=7)[0].token_ids[2]
     completions = beam_search(run, "the", num_beams=3, max_new_tokens=7, eos_token_ids=[eos])
     config = GenerationConfig(num_beams=3, max_new_tokens=7, eos_token_ids=(eos,))
-    hypotheses = search_token_ids(run.model, [10, *b"the"], config, run.model.inference_memory(1, LIMITS))
+    hypotheses = search_token_ids(run.inference(), [10, *b"the"], config, run.inference().initial_memory(1, LIMITS))
     assert any(hypothesis.is_finished for hypothesis in hypotheses)
     for completion, hypothesis in zip(completions, hypotheses, strict=True):
         visible = hypothesis.token_ids[:-1] if hypothesis.is_finished else hypothesis.token_ids
@@ -310,7 +355,7 @@ def test_invalid_arguments_are_refused_before_generation(run: Run, arguments: di
 
 
 def test_settings_of_another_function_are_refused(run: Run) -> None:
-    memory = run.model.inference_memory(1)
+    memory = run.inference().initial_memory(1)
     for call, arguments, message in (
         (generate, {"prompts": ["a"], "max_new_tokens": None}, "max_new_tokens.*stream"),
         (generate, {"prompts": "a", "num_samples": 2}, "list"),

@@ -1,8 +1,8 @@
 """From the model's logits to the next token: candidates, repetition penalty, logits processor, EOS tokens before
 min_new_tokens, logprobs.
 
-The fixture make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23. TEXT is a
-list of ids of that vocabulary, and `full_pass` returns the logits (T, V) after each token of one call.
+The fixture make_inference (tests/conftest.py) prepares a small model with random weights and a vocabulary of 23. TEXT
+is a list of ids of that vocabulary, and `full_pass` returns the logits (T, V) after each token of one call.
 
 Shape suffixes: B batch size, T tokens, D d_model, V vocabulary, R candidates (the most likely tokens).
 """
@@ -28,7 +28,7 @@ GREEDY, WHOLE_VOCABULARY = {"greedy": True}, {"top_k": None}
 
 def new_tokens(model: Any, steps: int = 13, logits_processor: Any = None, **settings: Any) -> list[int]:
     """Generate after the first five tokens of TEXT, with a memory that holds all tokens."""
-    memory, config = model.inference_memory(1, ContextLimits(53)), GenerationConfig(**settings)
+    memory, config = model.initial_memory(1, ContextLimits(53)), GenerationConfig(**settings)
     generator = BatchGenerator(model, [TEXT[:5]], config, memory=memory, logits_processor=logits_processor)
     return [token.token_id for _ in range(steps) if generator.active for token in generator.step()]
 
@@ -36,10 +36,10 @@ def new_tokens(model: Any, steps: int = 13, logits_processor: Any = None, **sett
 @pytest.mark.parametrize("cutoffs", CUTOFFS)
 @pytest.mark.parametrize("settings", [GREEDY, {"temperature": 0.7, "top_k": 7}, {"top_k": 13, "top_p": 0.6}])
 def test_candidates_have_the_probabilities_of_the_whole_vocabulary(
-    make_model, settings: dict[str, Any], cutoffs
+    make_inference, settings: dict[str, Any], cutoffs
 ) -> None:
     """Greedy and top-k sampling compute only the logits of the candidates, and choose allowed tokens with 30 seeds."""
-    model, config = make_model(cutoffs=cutoffs, tie_word_embeddings=False), GenerationConfig(**settings)
+    model, config = make_inference(cutoffs=cutoffs, tie_word_embeddings=False), GenerationConfig(**settings)
     assert config.num_candidates is not None
     with torch.no_grad():
         hidden_BTD, _ = model(torch.tensor([TEXT[:5]]))
@@ -58,9 +58,9 @@ def test_candidates_have_the_probabilities_of_the_whole_vocabulary(
 
 
 def test_logits_of_the_whole_vocabulary_are_computed_only_if_needed(
-    make_model, monkeypatch: pytest.MonkeyPatch
+    make_inference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model()
+    model = make_inference()
     monkeypatch.setattr(model, "logits", lambda hidden: pytest.fail("the whole vocabulary was scored"))
     assert len(new_tokens(model, top_k=5, eos_token_ids=[3], min_new_tokens=7)) >= 7
     assert len(new_tokens(model, greedy=True)) == 13
@@ -75,9 +75,11 @@ def test_logits_of_the_whole_vocabulary_are_computed_only_if_needed(
 
 @pytest.mark.parametrize("window", [3, 8, 1024])
 @pytest.mark.parametrize("cutoffs", CUTOFFS)
-def test_repetition_penalty_applies_to_the_latest_tokens_of_prompt_and_text(make_model, window: int, cutoffs) -> None:
+def test_repetition_penalty_applies_to_the_latest_tokens_of_prompt_and_text(
+    make_inference, window: int, cutoffs
+) -> None:
     """Greedy, against CTRL's formula, which applies once to each token in the window."""
-    model = make_model(cutoffs=cutoffs, tie_word_embeddings=False)
+    model = make_inference(cutoffs=cutoffs, tie_word_embeddings=False)
     generated = new_tokens(model, greedy=True, repetition_penalty=2.5, repetition_penalty_window=window)
     tokens = TEXT[:5]
     for token in generated:
@@ -89,9 +91,9 @@ def test_repetition_penalty_applies_to_the_latest_tokens_of_prompt_and_text(make
     assert generated != new_tokens(model, greedy=True)
 
 
-def test_logits_processor_is_applied_after_the_penalty_and_before_top_k(make_model) -> None:
+def test_logits_processor_is_applied_after_the_penalty_and_before_top_k(make_inference) -> None:
     """It is called with the new tokens; a token that it favors is the only one left."""
-    model, calls = make_model(), []
+    model, calls = make_inference(), []
 
     def alternate(token_ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
         calls.append((token_ids_BT.tolist(), logits_BV.clone()))
@@ -116,18 +118,18 @@ def test_logits_processor_is_applied_after_the_penalty_and_before_top_k(make_mod
 )
 @pytest.mark.parametrize("settings", [GREEDY, WHOLE_VOCABULARY, {"top_k": 3}])
 def test_logits_processor_with_invalid_result_is_refused(
-    make_model, logits_processor: Any, message: str, settings: dict[str, Any]
+    make_inference, logits_processor: Any, message: str, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match=message):
-        new_tokens(make_model(), logits_processor=logits_processor, **settings)
+        new_tokens(make_inference(), logits_processor=logits_processor, **settings)
 
 
 @pytest.mark.parametrize(
     "settings", [GREEDY, WHOLE_VOCABULARY, {"top_k": 2}, {"greedy": True, "repetition_penalty": 1.01}]
 )
-def test_eos_is_not_chosen_before_min_new_tokens(make_model, settings: dict[str, Any]) -> None:
+def test_eos_is_not_chosen_before_min_new_tokens(make_inference, settings: dict[str, Any]) -> None:
     """Half of the vocabulary, the even ids, are EOS tokens."""
-    model, settings = make_model(), {**settings, "eos_token_ids": list(range(0, 23, 2))}
+    model, settings = make_inference(), {**settings, "eos_token_ids": list(range(0, 23, 2))}
     generated = new_tokens(model, 40, min_new_tokens=7, **settings)
     assert len(generated) >= 7
     assert all(token % 2 for token in generated[:7])
@@ -135,9 +137,9 @@ def test_eos_is_not_chosen_before_min_new_tokens(make_model, settings: dict[str,
     assert len(new_tokens(model, 40, **settings)) < 7
 
 
-def test_eos_can_be_chosen_right_after_min_new_tokens(make_model) -> None:
+def test_eos_can_be_chosen_right_after_min_new_tokens(make_inference) -> None:
     """All tokens but 11 are EOS tokens: 11 is generated 7 times, then the most likely token."""
-    model, eos = make_model(), [token for token in range(23) if token != 11]
+    model, eos = make_inference(), [token for token in range(23) if token != 11]
     generated = new_tokens(model, 40, greedy=True, eos_token_ids=eos, min_new_tokens=7)
     most_likely = int(full_pass(model, TEXT[:5] + [11] * 7, ContextLimits(0))[0][-1].argmax())
     assert most_likely != 11
@@ -148,11 +150,11 @@ def test_eos_can_be_chosen_right_after_min_new_tokens(make_model) -> None:
 @pytest.mark.parametrize(
     "settings", [GREEDY, {"temperature": 0.5, "top_k": 3}, {"temperature": 2.0, "repetition_penalty": 3}]
 )
-def test_logprobs_are_those_of_the_model(make_model, cutoffs, settings: dict[str, Any]) -> None:
+def test_logprobs_are_those_of_the_model(make_inference, cutoffs, settings: dict[str, Any]) -> None:
     """Equal to those of one pass over all tokens, without temperature, top-k and penalty."""
-    model = make_model(cutoffs=cutoffs, tie_word_embeddings=False)
+    model = make_inference(cutoffs=cutoffs, tie_word_embeddings=False)
     config = GenerationConfig(logprobs=True, **settings)
-    generator = BatchGenerator(model, [TEXT[:5]], config, memory=model.inference_memory(1, ContextLimits(53)))
+    generator = BatchGenerator(model, [TEXT[:5]], config, memory=model.initial_memory(1, ContextLimits(53)))
     tokens = [generator.step()[0] for _ in range(9)]
     ids = [token.token_id for token in tokens]
     logits_TV, _ = full_pass(model, TEXT[:5] + ids, ContextLimits(0))

@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from forced_tokens import RecordedModel
 from model_configs import model_config
 from token_losses import BOS, CLOSE, token_nats
 
 from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -33,14 +35,14 @@ MODELS = {
 }
 
 
-def make(settings, memory_length: int = 11):
-    """A small model in float64 with large weights, so that what it attends to matters."""
+def make(settings, memory_length: int = 11) -> InferenceModel:
+    """A small model in float64 with large weights, so that what it attends to matters, prepared for inference."""
     torch.manual_seed(7)
     model = build_model(model_config(**SIZES | settings), memory_length=memory_length).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+    return prepare_inference(model.eval())
 
 
 def requests() -> list[Continuation]:
@@ -93,28 +95,19 @@ def test_greedy_continuations_are_found(name: str) -> None:
     assert [score.is_greedy for score in scores] == [False, True, False]
 
 
-def test_a_shared_context_is_read_once(monkeypatch) -> None:
-    model, read = make({}), []
-    forward = model.forward
-
-    def counted(tokens_BT, memory, **arguments):
-        read.append(tokens_BT.numel())
-        return forward(tokens_BT, memory, **arguments)
-
-    monkeypatch.setattr(model, "forward", counted)
-    context = (BOS, *range(16))
+def test_a_shared_context_is_read_once() -> None:
+    model, context = RecordedModel(make({})), (BOS, *range(16))
     score_continuations(model, [Continuation(context, (token,)) for token in range(23)], PLAN)
-    assert sum(read) == len(context)  # single tokens are predicted from the context's last state
-    read.clear()
+    assert model.lengths == [len(context)]  # single tokens are predicted from the context's last state
+    model.lengths.clear()
     score_continuations(model, [Continuation(context, (token, 1, 2)) for token in range(4)], PLAN)
-    assert sum(read) == len(context) + 4 * 2
+    assert model.lengths == [len(context), 2]  # of four rows
 
 
 @pytest.mark.parametrize("architecture", ["vaswani", "al-rfou"])
 def test_models_without_memory_predict_from_as_much_as_fits_a_segment(architecture: str) -> None:
     settings = {"architecture": architecture} | ({"max_position_embeddings": 7} if architecture == "al-rfou" else {})
     model, plan = make(settings, memory_length=0), replace(PLAN, context_limits=ContextLimits(0), batch_size=4)
-    model.requires_grad_(False)
     for continuation, score in zip(requests(), score_continuations(model, requests(), plan), strict=True):
         text, start = [*continuation.context_ids, *continuation.token_ids], len(continuation.context_ids)
         expected = 0.0

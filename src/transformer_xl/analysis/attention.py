@@ -132,9 +132,10 @@ def analyze_attention(
         # a text that is a single document is split into chunks, and the loss is measured from the start of each
         documents, chunk_length = with_documents(tokens, plan)
         # the text is scored twice: with memory reset at each document's start, and with memory that continues
+        reading = plan.model_of(loaded)
         with ProgressBar("loss", 2 * num_tokens, "tokens") as bar:
             losses = {
-                name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
+                name: loss_by_distance(reading, documents, plan, reset_memory=name == "reset", progress=bar.advance)
                 for name in _MEMORY_LABELS
             }
         distance_LN, entropy_LN = means.distance_LN, means.entropy_LN

@@ -33,7 +33,7 @@ from transformer_xl.config import AbsoluteConfig, ShawConfig, UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
@@ -123,7 +123,7 @@ def trace_attention(
     memory = model.initial_memory(1, replace(plan.context_limits, memory_length=num_slots))
     for start in range(0, len(tokens_K), plan.segment_length):
         ids_T = np.asarray(tokens_K[start : start + plan.segment_length], dtype=np.int64)
-        with compute_context(device, "float32"):
+        with torch.inference_mode():
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
             _, next_memory = model.embed(tokens_BT, memory, None, None)  # which has the tokens for n-gram embeddings
             caches: list[LayerCache] = []

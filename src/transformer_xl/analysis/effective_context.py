@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,12 +35,8 @@ from transformer_xl.config import ContextSweep, EvaluationConfig, RelativeConfig
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.plan import (
-    EvaluationPlan,
-    ProgressCallback,
-    compute_context,
-    require_inference_memory,
-)
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, require_inference_memory
+from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder
@@ -79,6 +76,10 @@ class GroupModel:
     weights: ChosenWeights | None = None
     """Which weights of its run the model has, if it is of a run."""
 
+    @cached_property
+    def _inference(self) -> InferenceModel:
+        return prepare_inference(self.model, self.plan.dtype)
+
     @property
     def max_visible_tokens(self) -> int | None:
         """Maximum number of tokens before the predicted one that this model can see, or None if it has memory.
@@ -113,35 +114,33 @@ class GroupModel:
             context: c, in tokens.
             progress: called with the number of tokens processed since the last call.
         """
-        model, segment_length = self.model, self.plan.num_inputs
-        device, num_inputs = next(model.parameters()).device, self.num_inputs(context)
+        model, segment_length, num_inputs = self._inference, self.plan.num_inputs, self.num_inputs(context)
         lengths = [(num_inputs - 1) % segment_length + 1] + [segment_length] * ((num_inputs - 1) // segment_length)
         losses: list[torch.Tensor] = []
         for positions_B in np.array_split(positions_P, -(-len(positions_P) // self._batch_size(num_inputs))):
             tokens_BS = torch.from_numpy(tokens_K[positions_B[:, None] + np.arange(-num_inputs, 1)].astype(np.int64))
-            with compute_context(device, self.plan.dtype):
-                segments = tokens_BS[:, :-1].to(device).split(lengths, dim=1)
-                hidden_BTD, memory = model(segments[0], self._empty_memory(len(positions_B), num_inputs))
-                for tokens_BT in segments[1:]:
-                    hidden_BTD, memory = model(tokens_BT, memory)
-                losses.append(model.nats(hidden_BTD[:, -1:], tokens_BS[:, -1:]).flatten())
+            segments = tokens_BS[:, :-1].to(model.device).split(lengths, dim=1)
+            hidden_BTD, memory = model(segments[0], self._empty_memory(len(positions_B), num_inputs))
+            for tokens_BT in segments[1:]:
+                hidden_BTD, memory = model(tokens_BT, memory)
+            losses.append(model.nats(hidden_BTD[:, -1:], tokens_BS[:, -1:]).flatten())
             if progress:
                 progress(len(positions_B) * num_inputs)
         return torch.cat(losses).cpu().double().numpy()
 
     def _empty_memory(self, batch_size: int, num_inputs: int) -> Memory:
         """Return an empty memory with the plan's limits, but no more slots than `num_inputs` tokens can fill."""
-        num_slots = memory_slots(self.model, num_inputs, self.plan)
+        num_slots = memory_slots(self._inference, num_inputs, self.plan)
         require_inference_memory(
             f"a context of {num_inputs:,} tokens",
-            self.model,
+            self._inference,
             num_rows=batch_size,
             num_new=min(num_inputs, self.plan.num_inputs),
             num_slots=num_slots,
             dtype=self.plan.dtype,
             advice="lower max_context or memory_length",
         )
-        return self.model.inference_memory(batch_size, replace(self.plan.context_limits, memory_length=num_slots))
+        return self._inference.initial_memory(batch_size, replace(self.plan.context_limits, memory_length=num_slots))
 
     def _batch_size(self, num_inputs: int) -> int:
         """Return B: the number of positions computed at once when each has `num_inputs` inputs."""

@@ -36,17 +36,15 @@ from transformer_xl.config import (
 )
 from transformer_xl.device import (
     MemoryUse,
-    autocast,
     choose_device,
     environment,
     require_memory,
     resolve_dtype,
     set_threads,
 )
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.build import build_model
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache, min_parameters
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder
@@ -92,8 +90,8 @@ def compare_speed(
     measurement = SpeedMeasurement(sizes, comparison, choose_device(device))
     return {
         "model": model,
-        "parameters": measurement.memory_model.num_parameters(),
-        "vanilla_parameters": measurement.vanilla_model.num_parameters(),
+        "parameters": measurement.num_parameters,
+        "vanilla_parameters": measurement.num_vanilla_parameters,
         "clamp_length": comparison.clamp_length,
         "repeats": comparison.repeats,
         "dtype": measurement.dtype,
@@ -157,7 +155,9 @@ class SpeedMeasurement:
         sizes = self.config.model_dump(include=AlRfouConfig.model_fields.keys() - {"architecture"})
         vanilla_config = AlRfouConfig(**sizes, max_position_embeddings=max(comparison.attention_windows))
         self._require_memory(vanilla_config)
-        self.memory_model, self.vanilla_model = self._build(self.config), self._build(vanilla_config)
+        models = [build_model(one).eval().to(device) for one in (self.config, vanilla_config)]
+        self.num_parameters, self.num_vanilla_parameters = (model.num_parameters() for model in models)
+        self.memory_model, self.vanilla_model = (prepare_inference(model, comparison.dtype) for model in models)
 
     def _require_memory(self, vanilla_config: AlRfouConfig) -> None:
         """Check that both models, the longest memory and the vanilla model's attention scores of a layer can fit."""
@@ -176,10 +176,6 @@ class SpeedMeasurement:
         ]
         require_memory("the comparison", uses, self.device)
 
-    def _build(self, config: ModelConfig) -> LanguageModel:
-        model = build_model(config).eval().to(self.device)
-        return with_matrices_in(model, torch.bfloat16) if self.dtype == "bfloat16" else model
-
     def measure(self, window: int) -> dict[str, Any]:
         """Time both models with one attention window.
 
@@ -192,7 +188,7 @@ class SpeedMeasurement:
         clamp_length, repeats = self.comparison.clamp_length, self.comparison.repeats
         assert clamp_length != "auto"
         times: dict[str | int, list[float]] = {}
-        with torch.inference_mode(), autocast(self.device, self.comparison.dtype):
+        with torch.inference_mode():
             vanilla_text = self._random_tokens(window)
             predict_segment = self._with_full_memory(window, clamp_length)
             timed: dict[str | int, Callable[[], None]] = {
@@ -227,7 +223,7 @@ class SpeedMeasurement:
 
     def predict_window(self, text_1W: Tensor) -> None:
         """Compute one prediction of the vanilla model: all of the window, and the loss of the last token."""
-        hidden_1WD, _ = self.vanilla_model(text_1W, self.vanilla_model.inference_memory(1))
+        hidden_1WD, _ = self.vanilla_model(text_1W, self.vanilla_model.initial_memory(1))
         self.vanilla_model.nats(hidden_1WD[:, -1:], text_1W[:, -1:])
 
     def predict_window_stored(self, text_1W: Tensor) -> None:
@@ -237,7 +233,7 @@ class SpeedMeasurement:
 
     def _with_full_memory(self, window: int, clamp_length: int | None) -> Callable[[int], None]:
         """Fill the memory with `window` - 1 tokens; return a function that predicts the next segment of some length."""
-        memory = self.memory_model.inference_memory(1, ContextLimits(window - 1, window, clamp_length))
+        memory = self.memory_model.initial_memory(1, ContextLimits(window - 1, window, clamp_length))
         for tokens_1T in self._random_tokens(window).split(1024, dim=1):  # 1024: bounds the memory of activations
             _, memory = self.memory_model(tokens_1T, memory)
 

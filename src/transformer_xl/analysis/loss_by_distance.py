@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 
 _MIN_CHUNKS = 8  # with fewer chunks, the mean loss near a start would be too noisy
 
@@ -64,7 +64,7 @@ def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[Tokenized
 
 
 def loss_by_distance(
-    model: LanguageModel,
+    model: TokenModel,
     text: TokenizedText,
     plan: EvaluationPlan,
     *,
@@ -74,7 +74,7 @@ def loss_by_distance(
     """Score a text, and group the losses by distance from the start of their document.
 
     Args:
-        model: any language model, in evaluation mode.
+        model: as for `stream_losses`.
         text: the text, with the positions where its documents start.
         plan: how the text is scored; its `reset_memory` is replaced.
         reset_memory: whether memory is reset at the start of each document, or continues; the groups are the same.

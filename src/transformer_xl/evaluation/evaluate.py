@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
@@ -28,6 +28,7 @@ from transformer_xl.evaluation import dynamic, memory, sliding_window
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
 from transformer_xl.files import as_path, atomic_file
+from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.token_store import Tokens, TokenSplit
@@ -145,7 +146,7 @@ def evaluate(
     check_token_ids(tokens_K, run.model.config.vocab_size)
     text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, split.document_starts)
     start = time.perf_counter()
-    losses = stream_losses(run.model, text, plan, progress)
+    losses = stream_losses(plan.model_of(run), text, plan, progress)
     if file is not None:
         losses = _write_losses(losses, file, len(tokens_K))
     nats = sum((chunk.sum for chunk in losses), 0.0)
@@ -154,7 +155,7 @@ def evaluate(
         **asdict(Sums.of_split(nats, run.tokenizer, split, tokens_K)),
         seconds=seconds,
         tokens_per_second=len(tokens_K) / seconds,
-        **plan.as_dict(next(run.model.parameters()).device),
+        **plan.as_dict(run.model.device),
     )
 
 
@@ -211,6 +212,17 @@ def check_weights(model: LanguageModel) -> None:
         )
 
 
+@contextmanager
+def eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Put a model into evaluation mode, where dropout is off, and then back into the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenLosses:
     """Losses of consecutive tokens of a text."""
@@ -227,33 +239,37 @@ class TokenLosses:
 
 
 def stream_losses(
-    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
+    model: TokenModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
 ) -> Generator[TokenLosses, None, None]:
     """Yield the loss of every token of a text once, by the plan's method, in chunks that need not be in text order.
 
     The model is in evaluation mode until the generator ends or is closed.
 
+    Args:
+        model: that of `EvaluationPlan.model_of`; or any language model, which is prepared here where nothing trains it.
+        text: the text.
+        plan: how the text is read.
+        progress: called with the number of tokens scored since the last call.
+
     Raises:
         UserError: the method does not support a setting of the plan, or weights are not finite.
     """
-    check_weights(model)
-    was_training = model.training
-    model.eval()
-    try:
-        with closing(_METHODS[plan.method].losses(model, text, plan)) as steps:
-            pending: list[StepLosses] = []
-            for nats_BT, scored in steps:
-                pending.append((nats_BT, scored))
-                if progress:
-                    progress(sum(span.length for span in scored))
-                num_pending = sum(nats_BT.numel() for nats_BT, _ in pending)
-                if len(pending) == _MAX_STEPS_ON_DEVICE or num_pending >= _MAX_LOSSES_ON_DEVICE:
-                    yield from _fetch(pending)
-                    pending.clear()
-            if pending:
+    if isinstance(model, LanguageModel) and plan.method != "dynamic":
+        model = prepare_inference(model, plan.dtype)
+    weights = model if isinstance(model, LanguageModel) else model.model
+    check_weights(weights)
+    with eval_mode(weights), closing(_METHODS[plan.method].losses(model, text, plan)) as steps:
+        pending: list[StepLosses] = []
+        for nats_BT, scored in steps:
+            pending.append((nats_BT, scored))
+            if progress:
+                progress(sum(span.length for span in scored))
+            num_pending = sum(nats_BT.numel() for nats_BT, _ in pending)
+            if len(pending) == _MAX_STEPS_ON_DEVICE or num_pending >= _MAX_LOSSES_ON_DEVICE:
                 yield from _fetch(pending)
-    finally:
-        model.train(was_training)
+                pending.clear()
+        if pending:
+            yield from _fetch(pending)
 
 
 def _fetch(steps: list[StepLosses]) -> Iterator[TokenLosses]:
@@ -266,7 +282,7 @@ def _fetch(steps: list[StepLosses]) -> Iterator[TokenLosses]:
 
 
 def losses_in_order(
-    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
+    model: TokenModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
 ) -> npt.NDArray[np.float64]:
     """Return the loss of every token of a text in nats, in text order, shape (K,)."""
     nats_K = np.full(len(text.tokens_K), np.nan)

@@ -29,10 +29,10 @@ from transformer_xl.evaluation.plan import (
     ScoredSpan,
     StepLosses,
     TokenizedText,
-    compute_context,
     require_inference_memory,
 )
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
+from transformer_xl.reader import Reader
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
 _MIN_SLOW_STEPS = 1000  # with fewer steps, a single sequence is fast enough
@@ -40,7 +40,7 @@ _MAX_SUGGESTED_BATCH = 16  # larger batches take more memory and gain little
 _KEYS_PER_STEP = 4096  # keys of all sequences of a batch: enough to keep the device busy
 
 
-def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
+def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
     """Yield the loss of every token once; not in text order where several sequences are read as a batch.
 
     Raises:
@@ -56,7 +56,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     yield from read_sequences(model, text, divide_text(text, plan, warmup), plan)
 
 
-def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
+def receptive_field(model: TokenModel, plan: EvaluationPlan) -> int | None:
     """Return how many tokens before a segment its losses can depend on, through all layers, or None if on all of them.
 
     In a transformer with T new tokens and M memory slots, the first query of a segment sees M slots back. The hidden
@@ -65,7 +65,7 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
     each layer to attention_window - 1 tokens back. The state of a recurrent model depends on all earlier tokens.
     Without memory, losses depend on the tokens of the extended context.
     """
-    memory, num_layers = plan.context_limits.memory_length, len(model.layers)
+    memory, num_layers = plan.context_limits.memory_length, model.config.n_layers
     if not memory:
         return plan.extended_context_length
     if isinstance(model.config, RecurrentConfig):
@@ -77,7 +77,7 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
     return attended + min(memory, model.config.max_ngram - 1)
 
 
-def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:
+def warmup_length(model: TokenModel, plan: EvaluationPlan) -> int | None:
     """Return the number of warm-up tokens of a sequence, in whole segments.
 
     None if only the whole text before the sequence would give the same losses as the undivided text.
@@ -86,7 +86,7 @@ def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:
     return None if needed is None else _round_up(needed, plan.segment_length)
 
 
-def suggested_batch_size(model: LanguageModel, plan: EvaluationPlan, num_tokens: int) -> int | None:
+def suggested_batch_size(model: TokenModel, plan: EvaluationPlan, num_tokens: int) -> int | None:
     """Return a batch size with which the same losses of a long text take far fewer steps, or None.
 
     Each sequence reads its warm-up too, so the batch size is one with which that is at most half of the text.
@@ -108,15 +108,18 @@ def _round_up(length: int, unit: int) -> int:
     return -(-length // unit) * unit
 
 
-def memory_slots(model: LanguageModel, length: int, plan: EvaluationPlan) -> int:
+def memory_slots(model: TokenModel, length: int, plan: EvaluationPlan) -> int:
     """Return the number of slots needed for `length` tokens: the filled ones, or all of them.
 
     With the model setting `attend_empty_memory`, queries also attend to slots that no token has filled yet, as in the
     authors' code, so all slots count.
     """
-    if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
-        return plan.context_limits.memory_length
-    return _filled_slots(length, plan)
+    return plan.context_limits.memory_length if attends_empty_slots(model) else _filled_slots(length, plan)
+
+
+def attends_empty_slots(model: TokenModel) -> bool:
+    """Return whether memory slots that no token has filled yet are attended (the setting attend_empty_memory)."""
+    return isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory
 
 
 def _filled_slots(length: int, plan: EvaluationPlan) -> int:
@@ -174,7 +177,7 @@ def divide_text(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -
 
 
 def read_sequences(
-    model: LanguageModel, text: TokenizedText, sequences_Q4: npt.NDArray[np.int64], plan: EvaluationPlan
+    model: TokenModel, text: TokenizedText, sequences_Q4: npt.NDArray[np.int64], plan: EvaluationPlan
 ) -> Iterator[StepLosses]:
     """Read sequences, as returned by `divide_text`, in batches of similar length; yield losses of the scored tokens."""
     length_Q = sequences_Q4[:, 2] - sequences_Q4[:, 0]  # end - first
@@ -200,14 +203,12 @@ def read_sequences(
 
 
 def _read_batch(
-    model: LanguageModel, text: TokenizedText, batch: list[TextSequence], plan: EvaluationPlan
+    model: TokenModel, text: TokenizedText, batch: list[TextSequence], plan: EvaluationPlan
 ) -> Iterator[StepLosses]:
     """Read a batch, longest sequence first; a batch row is dropped when its sequence ends, so no mask is needed."""
-    device, segment_length = next(model.parameters()).device, plan.segment_length
-    longest = batch[0].length
+    segment_length, longest = plan.segment_length, batch[0].length
     context_limits = replace(plan.context_limits, memory_length=memory_slots(model, longest, plan))
-    with compute_context(device, plan.dtype):
-        memory = model.inference_memory(len(batch), context_limits)
+    reader = Reader.begin(model, len(batch), context_limits, segment_length=plan.num_inputs)
     for offset in range(0, longest, segment_length):
         batch_size = sum(sequence.length > offset for sequence in batch)
         inputs_BX, targets_BT = segment_tensors(
@@ -222,16 +223,14 @@ def _read_batch(
             for row, sequence in enumerate(batch[:batch_size])
             if (position := sequence.first + offset) >= sequence.start  # the warm-up is whole segments
         ]
-        with compute_context(device, plan.dtype):
-            if batch_size < memory.batch_size:
-                memory = memory.select(range(batch_size))
-            hidden_BXD, memory = model(inputs_BX.to(device), memory)
-            nats_BT = None
-            if scored:
-                hidden_BTD = hidden_BXD[:, -targets_BT.shape[1] :]
-                nats_BT = model.nats(hidden_BTD, targets_BT, temperature=plan.softmax_temperature)
-        if nats_BT is not None:
-            yield nats_BT, scored
+        if batch_size < len(reader.num_read):
+            reader = reader.select(range(batch_size))
+        if plan.extended_context_length:  # read again with each segment, as the beginning of a text
+            reader = Reader(model, reader.memory, segment_length=plan.num_inputs)
+        hidden_BXD = reader.step(inputs_BX)
+        if scored:
+            hidden_BTD = hidden_BXD[:, -targets_BT.shape[1] :]
+            yield model.nats(hidden_BTD, targets_BT, temperature=plan.softmax_temperature), scored
 
 
 def segment_tensors(

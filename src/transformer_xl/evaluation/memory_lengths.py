@@ -90,7 +90,8 @@ def measure_memory_lengths(
     nats, segment_nats = dict[int, float](), dict[int, _SegmentNats]()
     for length in candidate_lengths(config, num_tokens):
         plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory", memory_length=length))
-        by_position = {losses.position: losses.sum for losses in stream_losses(run.model, text, plan, progress)}
+        scored = stream_losses(plan.model_of(run), text, plan, progress)
+        by_position = {losses.position: losses.sum for losses in scored}
         nats[length] = sum(by_position.values(), 0.0) / num_tokens  # in the order in which `evaluate` adds them
         segment_nats[length] = np.array([by_position[position] for position in sorted(by_position)])
         if length > trained and is_worse(segment_nats[length], segment_nats[trained]):

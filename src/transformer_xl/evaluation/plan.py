@@ -31,9 +31,10 @@ from transformer_xl.config import (
     merge,
 )
 from transformer_xl.device import MemoryUse, Precision, autocast, has_bfloat16, require_memory, resolve_dtype
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_cache
+from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
 _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set
@@ -156,6 +157,10 @@ class EvaluationPlan:
             train_tokens_K=train_split.tokens if train_split else None,
         )
 
+    def model_of(self, run: Run) -> TokenModel:
+        """Return the model of a run that reads: prepared for inference, unless method dynamic changes its weights."""
+        return run.model if self.method == "dynamic" else run.inference(self.dtype)
+
     @property
     def num_inputs(self) -> int:
         """Number of tokens read in each step: those of a segment and of the extended context."""
@@ -259,7 +264,7 @@ StepLosses = tuple[Tensor, list[ScoredSpan]]
 
 
 def require_inference_memory(
-    task: str, model: LanguageModel, *, num_rows: int, num_new: int, num_slots: int, dtype: Precision, advice: str
+    task: str, model: TokenModel, *, num_rows: int, num_new: int, num_slots: int, dtype: Precision, advice: str
 ) -> None:
     """Check, before a memory is allocated, that inference with it can fit on the model's device.
 
@@ -275,7 +280,7 @@ def require_inference_memory(
     Raises:
         UserError: memory and activations certainly need more than there is.
     """
-    config, device = model.config, next(model.parameters()).device
+    config, device = model.config, model.device
     size = num_rows * (2 if resolve_dtype(device, dtype) == "bfloat16" else 4)
     # the residual and the inner activations of one layer
     per_token = config.d_model + (config.d_ff if isinstance(config, TransformerConfig) else config.d_model)

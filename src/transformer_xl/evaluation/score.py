@@ -151,9 +151,8 @@ def score(
     starts_N = np.cumsum([0, *map(len, encoded.values())])
     tokens_K = np.concatenate(list(encoded.values()))
     check_token_ids(tokens_K, run.model.config.vocab_size)
-    nats_K = losses_in_order(
-        run.model, TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N[:-1]), plan, progress
-    )
+    text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N[:-1])
+    nats_K = losses_in_order(plan.model_of(run), text, plan, progress)
     scores = TextScores()
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]

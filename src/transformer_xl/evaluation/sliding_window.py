@@ -24,15 +24,14 @@ from transformer_xl.evaluation.plan import (
     ScoredSpan,
     StepLosses,
     TokenizedText,
-    compute_context,
     require_inference_memory,
 )
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 
 _TOKENS_PER_STEP = 4096  # tokens of all windows of one step: enough to keep the device busy
 
 
-def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
+def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
     """Yield the loss of every token once; the plan's batch size is the number of windows computed at once.
 
     The first `attention_window` tokens of each document are scored in one pass, each later token with its own window.
@@ -58,7 +57,6 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     sequences_N4 = np.stack([starts_N, starts_N, np.minimum(ends_N, starts_N + window), starts_N], axis=1)
     yield from read_sequences(model, text, sequences_N4, replace(plan, segment_length=window, batch_size=None))
 
-    device = next(model.parameters()).device
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
     num_windows = min(batch_size, int((ends_N - starts_N).max()) - window)
     if num_windows > 0:
@@ -77,9 +75,8 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
             tokens_K = text.tokens_K[start - window : end].astype(np.int64)
             inputs_BW = np.lib.stride_tricks.sliding_window_view(tokens_K[:-1], window)
             targets_B1 = torch.from_numpy(tokens_K[window:, None])
-            with compute_context(device, plan.dtype):
-                tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
-                hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
-                nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1, temperature=plan.softmax_temperature)
+            memory = model.initial_memory(end - start, plan.context_limits)
+            hidden_BWD, _ = model(torch.from_numpy(inputs_BW.copy()), memory)
+            nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1, temperature=plan.softmax_temperature)
             # the last tokens of the windows are consecutive tokens of the text: one row of losses
             yield nats_B1.transpose(0, 1), [ScoredSpan(row=0, position=start, length=end - start)]

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.device import resolve_dtype
-from transformer_xl.evaluation.evaluate import check_weights, override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, compute_context, require_inference_memory
+from transformer_xl.evaluation.evaluate import check_weights, eval_mode, override_config
+from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
 from transformer_xl.files import as_path
+from transformer_xl.reader import Reader
 from transformer_xl.run_folder import Run, check_run, first_difference, weights_digest
 from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.tokenizers import document_errors, fingerprint, to_bytes
@@ -93,19 +94,18 @@ class SurprisalStream:
             raise UserError(f"method {plan.method} cannot read a stream; give method memory")
         check_weights(run.model)
         self.run, self.plan = run, plan
-        self._device = next(run.model.parameters()).device
+        self._model = run.inference(plan.dtype)
         slots = plan.context_limits.memory_length
         require_inference_memory(
             "a stream",
-            run.model,
+            self._model,
             num_rows=1,
             num_new=plan.num_inputs,
             num_slots=slots,
             dtype=plan.dtype,
             advice="lower memory_length",
         )
-        with compute_context(self._device, plan.dtype):
-            self._memory = run.model.inference_memory(1, plan.context_limits)  # before the current segment
+        self._memory = self._model.initial_memory(1, plan.context_limits)  # before the current segment
         self._before_X = np.array([run.tokenizer.bos_token_id], dtype=np.int64)  # tokens before it that are read again
         self._segment_T = np.zeros(0, dtype=np.int64)
         self._num_returned = 0  # of the current segment
@@ -231,12 +231,10 @@ class SurprisalStream:
 
     def _read_ids(self, ids_K: npt.NDArray[np.int64], *, everything: bool) -> ScoredTokens:
         """Append tokens, and read all complete segments; with `everything` also the incomplete one."""
-        model, length, position = self.run.model, self.plan.segment_length, self.num_tokens
+        length, position = self.plan.segment_length, self.num_tokens
         self._segment_T = np.concatenate([self._segment_T, ids_K])
         ids, nats = [np.zeros(0, dtype=np.int64)], list[Tensor]()
-        was_training = model.training
-        model.eval()
-        try:
+        with eval_mode(self._model.model):
             while len(self._segment_T) >= length or (everything and self.num_waiting):
                 segment_T = self._segment_T[:length]
                 nats.append(self._read_segment(segment_T)[self._num_returned :])
@@ -245,32 +243,28 @@ class SurprisalStream:
                 if len(segment_T) == length:
                     self._segment_T, self._num_returned = self._segment_T[length:], 0
                     self._num_tokens += length
-        finally:
-            model.train(was_training)
         self._segment_T = self._segment_T.copy()  # a view would keep all tokens
         nats_K = torch.cat(nats).cpu().numpy() if nats else np.zeros(0)
         return ScoredTokens(position, np.concatenate(ids), nats_K.astype(np.float64))
 
     def _read_segment(self, segment_T: npt.NDArray[np.int64]) -> Tensor:
         """Return the losses of a segment, shape (T,); after a complete one, the memory and its tokens advance."""
-        model, plan = self.run.model, self.plan
-        inputs_BX = torch.from_numpy(np.concatenate([self._before_X, segment_T[:-1]]))[None]
-        with compute_context(self._device, plan.dtype):
-            hidden_BXD, memory = model(inputs_BX.to(self._device), self._memory)
-            hidden_BTD, targets_BT = hidden_BXD[:, -len(segment_T) :], torch.from_numpy(segment_T.copy())[None]
-            nats_BT = model.nats(hidden_BTD, targets_BT, temperature=plan.softmax_temperature)
+        plan, reader = self.plan, Reader(self._model, self._memory, segment_length=self.plan.num_inputs)
+        hidden_BXD = reader.step(torch.from_numpy(np.concatenate([self._before_X, segment_T[:-1]]))[None])
+        hidden_BTD, targets_BT = hidden_BXD[:, -len(segment_T) :], torch.from_numpy(segment_T.copy())[None]
+        nats_BT = self._model.nats(hidden_BTD, targets_BT, temperature=plan.softmax_temperature)
         if len(segment_T) == plan.segment_length:
-            self._memory = memory
+            self._memory = reader.memory
             self._before_X = np.concatenate([self._before_X, segment_T])[-1 - plan.extended_context_length :]
         return nats_BT[0]
 
     def _identity(self) -> dict[str, Any]:
         """Return what a saved stream must have in common with the one that continues it."""
-        settings = self.plan.as_dict(self._device)
+        settings = self.plan.as_dict(self._model.device)
         names = ("segment_length", "memory_length", "attention_window", "clamp_length")
         names += ("extended_context_length", "softmax_temperature", "dtype")
         return {
-            "weights_sha256": weights_digest(self.run, resolve_dtype(self._device, self.plan.dtype)),
+            "weights_sha256": weights_digest(self.run, resolve_dtype(self._model.device, self.plan.dtype)),
             "tokenizer_sha256": fingerprint(self.run.tokenizer),
             "settings": {name: settings[name] for name in names},
         }

@@ -43,7 +43,7 @@ from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config, stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.files import as_path, write_text
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.items import ItemColumns, TextItem, check_items, item_of
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes
@@ -155,19 +155,19 @@ def surprisal(
     tokenizer = run.tokenizer
     rows, tokens_K, row_K, start_I = _encode(tokenizer, checked)
     check_token_ids(tokens_K, run.model.config.vocab_size)
-    model, ends_word_K = run.model, np.zeros(len(tokens_K), dtype=np.bool_)
+    longest = max(plans.values(), key=lambda plan: plan.context_limits.memory_length)
+    model, ends_word_K = longest.model_of(run), None
     if whitespace == "trailing" and isinstance(tokenizer, ByteLevelTokenizer):
         ends_word_K = _ends_word(tokenizer, tokens_K, start_I)
-        model = cast(LanguageModel, _WithWordEnds(model, tokenizer.starts_with_whitespace_V))
+        model = cast(TokenModel, _WithWordEnds(model, tokenizer.starts_with_whitespace_V))
     document_I = [item.document for item in checked]
     is_first_I = [index == 0 or document_I[index - 1] != document for index, document in enumerate(document_I)]
-    longest = max(plans.values(), key=lambda plan: plan.context_limits.memory_length)
     readings = {ALONE: (replace(longest, reset_memory=True), start_I)}
     readings |= {f"surprisal_bits_{name}": (plan, start_I[is_first_I]) for name, plan in plans.items()}
     for name, (plan, starts_N) in readings.items():
         text = TokenizedText(tokens_K, tokenizer.bos_token_id, starts_N)
         word_end_K = np.zeros(len(tokens_K))
-        if model is run.model:
+        if ends_word_K is None:
             nats_K = losses_in_order(model, text, plan, progress)
         else:
             nats_K, word_end_K = _losses_and_word_ends(model, text, plan, progress)
@@ -295,14 +295,14 @@ class _WithWordEnds:
         is_space_V: which tokens begin with whitespace.
     """
 
-    def __init__(self, model: LanguageModel, is_space_V: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, model: TokenModel, is_space_V: npt.NDArray[np.bool_]) -> None:
         self._model, self._is_space_V = model, torch.from_numpy(is_space_V)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *args: Any) -> Any:
-        return self._model(*args)
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        return self._model(*args, **arguments)
 
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor, *, temperature: float) -> Tensor:
         """Return the loss of each target, and at the targets that begin with whitespace that of any such token.
@@ -323,7 +323,7 @@ class _WithWordEnds:
 
 
 def _losses_and_word_ends(
-    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None
+    model: TokenModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None
 ) -> tuple[_Losses, _Losses]:
     """Return both losses of `_WithWordEnds.nats` of every token, each of shape (K,)."""
     nats_K2 = np.full((len(text.tokens_K), 2), np.nan)

@@ -1,1 +1,1 @@
-"""Text generation: prefill a prompt into memory, then sample one token after another, or search with beams."""
+"""Text generation: read a prompt into memory, then sample one token after another, or search with beams."""

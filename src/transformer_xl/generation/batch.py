@@ -1,6 +1,6 @@
-"""Batched generation of token ids: prefill the prompts, then run one decode step for each token.
+"""Batched generation of token ids: read the prompts, then run one decode step for each token.
 
-    generator = BatchGenerator(model, [prompt_ids], config)
+    generator = BatchGenerator(run.inference(), [prompt_ids], config)
     while generator.active:
         for token in generator.step(): ...
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from numbers import Integral
 
 import torch
@@ -30,12 +29,11 @@ from transformer_xl.generation.sampling import (
     process_logits,
     sample,
 )
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.reader import STRIDE, Reader
 
-# Tokens of a prompt that are prefilled at once. This bounds the memory of activations. It changes only rounding if the
-# memory holds the whole prompt or the attention window; otherwise it also limits how far the prompt's tokens attend.
-PREFILL_SEGMENT = 512
+PREFILL_SEGMENT = STRIDE
 
 
 @dataclass(frozen=True)
@@ -56,23 +54,27 @@ class BatchGenerator:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: TokenModel,
         prompts: Sequence[Sequence[int]],
         config: GenerationConfig | None = None,
         *,
+        segment_length: int = STRIDE,
         logits_processor: LogitsProcessor | None = None,
         memory: Memory | None = None,
     ) -> None:
-        """Prefill the prompts.
+        """Read the prompts.
 
         Args:
-            model: any language model, in evaluation mode.
+            model: a prepared model (`run.inference()`), or any language model in evaluation mode.
             prompts: token ids of each prompt, at least one; prompts may differ in length. A prompt may be longer than
                 the memory; generated tokens then attend only to the end of it.
             config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Stop strings and
                 `max_new_tokens` are left to the caller, who calls `finish`. Sequence i belongs to prompt
                 i // num_samples and has a random generator of its own, seeded with seed + i, so it does not depend on
                 the rest of the batch.
+            segment_length: tokens of a segment of the prompts, which are read as evaluation reads a text: each token
+                sees the memory before its segment, and its segment. It matters only to prompts that the memory does
+                not hold.
             logits_processor: changes the logits before each choice, after the repetition penalty.
             memory: the memory of earlier tokens, whose batch row i is that of prompt i, or None if there are none. It
                 is not changed.
@@ -85,11 +87,8 @@ class BatchGenerator:
         check_inputs(model, prompts, self._config.eos_token_ids)
         num_samples = self._config.num_samples
         with torch.inference_mode():
-            hidden_B1D, memory = prefill(model, prompts, memory)
-            if num_samples > 1:
-                index_B = torch.arange(len(prompts), device=hidden_B1D.device).repeat_interleave(num_samples)
-                hidden_B1D, memory = hidden_B1D[index_B], memory.select(index_B)
-        self._hidden_B1D, self._memory = hidden_B1D, memory
+            hidden_B1D, self._memory = read_prompts(model, prompts, memory, segment_length, num_samples)
+        self._hidden_B1D = hidden_B1D
         self.active = list(range(len(prompts) * num_samples))
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
@@ -194,35 +193,47 @@ class BatchGenerator:
         return index_B if ids_BR is None else ids_BR.gather(-1, index_B[:, None])[:, 0]
 
 
-def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memory | None) -> tuple[Tensor, Memory]:
-    """Prefill prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
+def read_prompts(
+    model: TokenModel,
+    prompts: Sequence[Sequence[int]],
+    memory: Memory | None,
+    segment_length: int,
+    num_samples: int = 1,
+) -> tuple[Tensor, Memory]:
+    """Read prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
 
-    Prompts are padded on the left. Segments are counted from the end, so that a prompt is split at the same positions
-    whatever the other prompts are.
+    Args:
+        model: as for a BatchGenerator.
+        prompts: as for a BatchGenerator.
+        memory: as for a BatchGenerator.
+        segment_length: as for a BatchGenerator.
+        num_samples: the number of batch rows that each prompt gets in the results.
+
+    Raises:
+        UserError: the memory is of another batch size or model.
     """
     if memory is None:
-        memory = model.inference_memory(len(prompts))
-    device, lengths = next(model.parameters()).device, [len(prompt) for prompt in prompts]
-    longest, lengths_B = max(lengths), torch.tensor(lengths)
-    tokens_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    hidden_BTD = None
-    for start, stop in pairwise(sorted({0, *range(longest, 0, -PREFILL_SEGMENT)})):
-        unpadded_B = (lengths_B - (longest - stop)).clamp(0, stop - start)
-        is_padded = bool((unpadded_B < stop - start).any())
-        hidden_BTD, memory = model(
-            tokens_BT[:, start:stop], memory, lengths_B=unpadded_B.to(device) if is_padded else None
+        memory = model.initial_memory(len(prompts))
+    if memory.batch_size != len(prompts):
+        raise UserError(
+            f"memory of batch size {memory.batch_size} for {len(prompts)} prompts; give one row for each, or none"
         )
-    assert hidden_BTD is not None
-    return hidden_BTD[:, -1:], memory
+    reader = Reader(model, memory, segment_length=segment_length)
+    for _ in reader.read(prompts):
+        pass
+    if num_samples > 1:
+        reader = reader.select([row for row in range(len(prompts)) for _ in range(num_samples)])
+    assert reader.last_hidden_B1D is not None
+    return reader.last_hidden_B1D, reader.memory
 
 
-def check_inputs(model: LanguageModel, prompts: Sequence[Sequence[int]], eos_token_ids: Collection[int]) -> None:
+def check_inputs(model: TokenModel, prompts: Sequence[Sequence[int]], eos_token_ids: Collection[int]) -> None:
     """Check that a model can generate from these prompts.
 
     Raises:
         UserError: the model is in training mode, there is no prompt, a prompt is empty, or a token id is out of range.
     """
-    if model.training:
+    if getattr(model, "model", model).training:  # that of a prepared model
         raise UserError("the model is in training mode, where dropout is active; call model.eval() first")
     if not len(prompts):
         raise UserError("no prompt was given; give at least one")

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.generation.batch import GeneratedToken, check_inputs, prefill
+from transformer_xl.generation.batch import GeneratedToken, check_inputs, read_prompts
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.generation.generate import encode_prompt, inference_context, prompt_text, resolve_config
+from transformer_xl.generation.generate import encode_prompt, prepare_generation, prompt_text, resolve_config
 from transformer_xl.generation.sampling import LogitsProcessor, check_logits, mask_tokens, process_logits
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.reader import STRIDE
 from transformer_xl.run_folder import Run, check_run
 
 _DEFAULT_NUM_BEAMS = 4
@@ -74,8 +75,8 @@ def beam_search(
     check_run(run)
     config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
-    with inference_context(run, config, memory, 1) as (model, memory):
-        hypotheses = search_token_ids(model, prompt_ids, config, memory, logits_processor)
+    model, memory, segment_length = prepare_generation(run, config, memory, 1)
+    hypotheses = search_token_ids(model, prompt_ids, config, memory, logits_processor, segment_length=segment_length)
     completions: list[Completion] = []
     for hypothesis in hypotheses:
         builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
@@ -87,11 +88,13 @@ def beam_search(
 
 
 def search_token_ids(
-    model: LanguageModel,
+    model: TokenModel,
     prompt: Sequence[int],
     config: GenerationConfig,
     memory: Memory | None = None,
     logits_processor: LogitsProcessor | None = None,
+    *,
+    segment_length: int = STRIDE,
 ) -> list[Hypothesis]:
     """Find the most likely continuations of a prompt of token ids.
 
@@ -99,11 +102,12 @@ def search_token_ids(
     still score better than the worst of `num_beams` finished hypotheses.
 
     Args:
-        model: any language model, in evaluation mode.
+        model: as for a BatchGenerator.
         prompt: token ids, one or more.
         config: settings, of which `num_beams` and `max_new_tokens` must not be None.
         memory: a memory of batch size 1, or None for an empty one. It is not changed.
         logits_processor: as for `beam_search`.
+        segment_length: as for a BatchGenerator.
 
     Returns:
         at most `num_beams` hypotheses, best first.
@@ -117,7 +121,7 @@ def search_token_ids(
     live = [Hypothesis((), (), 0.0, is_finished=False, beam=0)]
     finished: list[Hypothesis] = []
     with torch.inference_mode():
-        hidden_B1D, memory = prefill(model, [prompt], memory)
+        hidden_B1D, memory = read_prompts(model, [prompt], memory, segment_length)
         for length in range(1, config.max_new_tokens + 1):
             logprobs_BR, ids_BR = _candidates(model, hidden_B1D, live, config, logits_processor)
             extended = _extend(config, live, logprobs_BR, ids_BR)
@@ -141,7 +145,7 @@ def search_token_ids(
 
 
 def _candidates(
-    model: LanguageModel,
+    model: TokenModel,
     hidden_B1D: Tensor,
     live: list[Hypothesis],
     config: GenerationConfig,

@@ -12,7 +12,6 @@ Shape suffixes: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, overload
@@ -22,17 +21,18 @@ import torch
 from typing_extensions import TypeIs, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
-from transformer_xl.device import MemoryUse, Precision, autocast, require_memory, resolve_dtype
+from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.display import Displayed
+from transformer_xl.evaluation.memory import attends_empty_slots
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.inference import InferenceModel, TokenModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache
+from transformer_xl.reader import STRIDE
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -105,15 +105,12 @@ def generate(
     check_type(prompts, Iterable, "prompts", "give text, token ids, or a list of these")
     prompts = list(prompts)
     prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]
-    with inference_context(run, config, memory, len(prompts)) as (model, memory):
-        generator = BatchGenerator(model, prompt_ids, config, logits_processor=logits_processor, memory=memory)
-        builders = [
-            CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)
-        ]
-        while generator.active:
-            for token in generator.step():
-                builders[token.sequence].add(token)
-            generator.finish([index for index in generator.active if builders[index].finish_reason])
+    generator = _batch_generator(run, prompt_ids, config, logits_processor, memory)
+    builders = [CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)]
+    while generator.active:
+        for token in generator.step():
+            builders[token.sequence].add(token)
+        generator.finish([index for index in generator.active if builders[index].finish_reason])
     return [
         builder.completion(prompt_text(run.tokenizer, prompts[index // config.num_samples]), config.seed + index)
         for index, builder in enumerate(builders)
@@ -151,10 +148,8 @@ def stream(
     if config.num_samples > 1 or config.num_beams is not None:
         raise UserError("a stream is one sampled text; leave num_samples and num_beams out, or use generate")
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
-    with inference_context(run, config, memory, 1) as (model, memory):
-        generator = BatchGenerator(model, [prompt_ids], config, logits_processor=logits_processor, memory=memory)
-    builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
-    return GenerationStream(builder, generator, next(model.parameters()).device, config.dtype)
+    generator = _batch_generator(run, [prompt_ids], config, logits_processor, memory)
+    return GenerationStream(CompletionBuilder(run.tokenizer, prompt_ids, config), generator)
 
 
 @dataclass(eq=False, repr=False)
@@ -163,8 +158,6 @@ class GenerationStream(Displayed, Iterator[str]):
 
     _builder: CompletionBuilder
     _generator: BatchGenerator
-    _device: torch.device
-    _dtype: Precision
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -173,8 +166,7 @@ class GenerationStream(Displayed, Iterator[str]):
     @override
     def __next__(self) -> str:
         while self._builder.finish_reason is None:
-            with autocast(self._device, self._dtype):
-                (token,) = self._generator.step()
+            (token,) = self._generator.step()
             if text := self._builder.add(token):
                 return text
         raise StopIteration
@@ -201,8 +193,7 @@ class GenerationStream(Displayed, Iterator[str]):
 
     def memory(self) -> Memory:
         """Return the memory after all tokens so far, of batch size 1, to continue from with another prompt."""
-        with autocast(self._device, self._dtype):
-            return self._generator.memory()
+        return self._generator.memory()
 
 
 def resolve_config(
@@ -280,34 +271,54 @@ def memory_plan(run: Run, config: GenerationConfig) -> EvaluationPlan:
     return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
 
 
-@contextmanager
-def inference_context(
-    run: Run, config: GenerationConfig, memory: Memory | None, batch_size: int
-) -> Iterator[tuple[LanguageModel, Memory]]:
-    """Run matrix products in the configured dtype; yield the model and the memory to generate with.
+def prompt_segment_length(model: TokenModel, plan: EvaluationPlan) -> int:
+    """Return the number of tokens of a segment in which prompts are read: that of evaluation, with two exceptions.
 
-    Yields:
-        the model, with its weight matrices converted to that dtype, so that no step has to convert them; and `memory`,
-        or if it is None an empty one of the configured length (by default the run's evaluation memory length).
+    Where empty memory slots are attended (the setting attend_empty_memory), a prompt is read in segments of `STRIDE`.
+    Where evaluation has no memory, that of generation holds the tokens which fit a segment with the new one: each token
+    of a prompt sees these, as the generated ones do.
+    """
+    if attends_empty_slots(model):
+        return STRIDE
+    has_memory = plan.context_limits.memory_length > 0
+    return 1 if model.limits_visible and not has_memory else plan.segment_length
+
+
+def prepare_generation(
+    run: Run, config: GenerationConfig, memory: Memory | None, num_prompts: int
+) -> tuple[InferenceModel, Memory, int]:
+    """Return what generates and what it continues.
+
+    Returns:
+        the model, prepared with the configured dtype; `memory`, or if it is None an empty one of the configured length
+        (by default the run's evaluation memory length); and the segment length of prompts.
 
     Raises:
         UserError: the memory of all sequences certainly does not fit on the device.
     """
     check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
-    model, device = run.model, next(run.model.parameters()).device
-    if resolve_dtype(device, config.dtype) == "bfloat16":
-        model = with_matrices_in(model, torch.bfloat16)
-    with autocast(device, config.dtype):
-        if memory is None:
-            limits, segment_length = memory_plan(run, config).context_limits, run.config.train.num_inputs
-            _require_memory(model, config, batch_size, limits.memory_length or segment_length - 1)
-            memory = run.model.generation_memory(batch_size, limits, segment_length=segment_length)
-        else:
-            _require_memory(model, config, batch_size, memory.length)
-        yield model, memory
+    model, plan, fits_segment = run.inference(config.dtype), memory_plan(run, config), run.config.train.num_inputs
+    num_slots = plan.context_limits.memory_length or fits_segment - 1
+    _require_memory(model, config, num_prompts, num_slots if memory is None else memory.length)
+    if memory is None:
+        memory = model.generation_memory(num_prompts, plan.context_limits, segment_length=fits_segment)
+    return model, memory, prompt_segment_length(model, plan)
 
 
-def _require_memory(model: LanguageModel, config: GenerationConfig, num_prompts: int, num_slots: int) -> None:
+def _batch_generator(
+    run: Run,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    logits_processor: LogitsProcessor | None,
+    memory: Memory | None,
+) -> BatchGenerator:
+    model, memory, segment_length = prepare_generation(run, config, memory, len(prompts))
+    return BatchGenerator(
+        model, prompts, config, segment_length=segment_length, logits_processor=logits_processor, memory=memory
+    )
+
+
+def _require_memory(model: InferenceModel, config: GenerationConfig, num_prompts: int, num_slots: int) -> None:
     """Check that the memory, the logits and the Python objects of all sequences can fit on the model's device."""
     vocab_size, num_beams = model.config.vocab_size, config.num_beams
     if num_beams is None:
@@ -315,8 +326,7 @@ def _require_memory(model: LanguageModel, config: GenerationConfig, num_prompts:
     else:  # short texts have fewer continuations than there are beams; the exponent is bounded to keep the power small
         num_rows, name = min(num_beams, vocab_size ** min((config.max_new_tokens or 1) - 1, 64)), "num_beams"
         candidate_bytes = _CANDIDATE_BYTES * min(num_beams, vocab_size)
-    device = next(model.parameters()).device
-    size = 2 if resolve_dtype(device, config.dtype) == "bfloat16" else 4
+    size = 2 if model.dtype == "bfloat16" else 4
     row_bytes = _SEQUENCE_BYTES + candidate_bytes + size * model.config.cluster_boundaries[1]
     uses = [
         MemoryUse(
@@ -326,4 +336,4 @@ def _require_memory(model: LanguageModel, config: GenerationConfig, num_prompts:
         ),
         MemoryUse(f"the next tokens of {num_rows:,} sequences", num_rows * row_bytes, f"lower {name}"),
     ]
-    require_memory("generation", uses, device)
+    require_memory("generation", uses, model.device)

@@ -1,25 +1,24 @@
 """Log-probabilities of continuations of texts; a context that several continuations share is read once.
 
 A text is read in segments of `segment_length` tokens from its first, as the scorer of whole texts reads it
-(`evaluation/memory.py`), so a continuation has the same losses here and there. A context may end inside a segment.
-The memory then has the tokens of that segment too, in slots of their own, and what a batch row attends to is limited to
-what it would see within the segment: `memory_length` tokens before it, and the segment itself.
+(`evaluation/memory.py`), so a continuation has the same losses here and there.
 
-Shape suffixes: B batch size, T new tokens of a step, D model width, R recent tokens.
+Shape suffixes: B batch size, T new tokens of a step, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RelativeConfig
-from transformer_xl.evaluation.plan import EvaluationPlan, compute_context, require_inference_memory
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.evaluation.memory import attends_empty_slots
+from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
+from transformer_xl.inference import InferenceModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.reader import Reader
 
 _KEYS_PER_STEP = 4096  # keys of all batch rows: enough to keep the device busy
 
@@ -44,7 +43,7 @@ class ContinuationScore:
 
 
 def score_continuations(
-    model: LanguageModel,
+    model: InferenceModel,
     continuations: Sequence[Continuation],
     plan: EvaluationPlan,
     progress: Callable[[int], object] = lambda _: None,
@@ -54,10 +53,10 @@ def score_continuations(
     A model without memory predicts each token from as many tokens as fit a segment, as in generation.
 
     Args:
-        model: the model, in evaluation mode.
+        model: the model, prepared with the plan's dtype.
         continuations: what to score.
-        plan: segment length, context limits, dtype and batch size (None: enough to keep the device busy), which changes
-            no result.
+        plan: segment length, context limits and batch size (None: enough to keep the device busy), which changes no
+            result.
         progress: called with the number of continuations scored since the last call.
 
     Raises:
@@ -70,13 +69,16 @@ def score_continuations(
         assert continuation.token_ids
         groups.setdefault(_shared(model, continuation, plan), []).append(index)
     contexts = sorted(groups, key=len, reverse=True)  # batch rows of similar length
+    # without memory, a model that cannot limit what each token sees reads one at a time
+    stride = None if plan.context_limits.memory_length or model.limits_visible else 1
     begin = 0
     while begin < len(contexts):
-        num_slots = _num_slots(model, continuations, groups, contexts[begin:], plan)
+        longest = max(_length(continuations[index]) for context in contexts[begin:] for index in groups[context])
+        num_slots = min(plan.context_limits.memory_length + plan.segment_length - 1, longest)
         batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + plan.segment_length))
         batch = contexts[begin : begin + batch_size]
         begin += len(batch)
-        reader = _Reader.create(model, plan, len(batch), num_slots)
+        reader = _begin(model, plan, len(batch), longest)
         for _ in reader.read(batch):
             pass
         # the row of its context, and the index, of each continuation of these contexts
@@ -87,154 +89,77 @@ def score_continuations(
                 reader.select([row for row, _ in part]),
                 [continuations[index] for _, index in part],
                 [scores[index] for _, index in part],
+                stride,
             )
             progress(len(part))
     return scores
 
 
-def _shared(model: LanguageModel, continuation: Continuation, plan: EvaluationPlan) -> tuple[int, ...]:
+def _shared(model: InferenceModel, continuation: Continuation, plan: EvaluationPlan) -> tuple[int, ...]:
     """Return the tokens that are read once for all continuations with the same context."""
     context_ids = continuation.context_ids
-    if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
+    if attends_empty_slots(model):
         # slots for the tokens of a segment would be attended while they are empty: only whole segments are shared
         return context_ids[: len(context_ids) // plan.segment_length * plan.segment_length]
     return context_ids
 
 
-def _num_slots(
-    model: LanguageModel,
-    continuations: Sequence[Continuation],
-    groups: dict[tuple[int, ...], list[int]],
-    contexts: list[tuple[int, ...]],
-    plan: EvaluationPlan,
-) -> int:
-    """Return the number of memory slots with which no token of these continuations sees less than it should."""
-    memory_length = plan.context_limits.memory_length
-    if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
-        return memory_length
-    longest = max(
-        len(continuations[index].context_ids) + len(continuations[index].token_ids)
-        for context in contexts
-        for index in groups[context]
-    )
-    return max(1, min(memory_length + plan.segment_length - 1, longest))
+def _length(continuation: Continuation) -> int:
+    return len(continuation.context_ids) + len(continuation.token_ids)
 
 
-def empty_memory(model: LanguageModel, plan: EvaluationPlan, num_rows: int, num_slots: int | None = None) -> Memory:
+def _begin(model: InferenceModel, plan: EvaluationPlan, num_rows: int, longest: int) -> Reader:
+    """Return batch rows that have read nothing, for texts of at most `longest` tokens."""
+    limits, segment_length = plan.context_limits, plan.segment_length
+    if not limits.memory_length:  # each token sees as many as fit a segment, whatever its position
+        memory = empty_memory(model, plan, num_rows)
+        return Reader(model, memory, segment_length=1 if model.limits_visible else segment_length)
+    _require_memory(model, plan, num_rows, min(limits.memory_length + segment_length - 1, longest))
+    return Reader.begin(model, num_rows, limits, segment_length=segment_length, partial=True, max_tokens=longest)
+
+
+def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> Memory:
     """Return an empty memory; that of a model without memory holds the tokens of one segment, as in generation.
 
     Args:
-        model: the model.
-        plan: segment length, context limits and dtype.
+        model: the model, prepared with the plan's dtype.
+        plan: segment length and context limits.
         num_rows: B.
-        num_slots: number of slots in place of the plan's memory length, unless that is 0.
 
     Raises:
         UserError: it certainly does not fit on the device.
     """
-    limits = plan.context_limits
-    has_memory = limits.memory_length > 0
-    if has_memory and num_slots is not None:
-        limits = replace(limits, memory_length=num_slots)
+    _require_memory(model, plan, num_rows, plan.context_limits.memory_length)
+    return model.generation_memory(num_rows, plan.context_limits, segment_length=plan.segment_length)
+
+
+def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, num_slots: int) -> None:
     require_inference_memory(
         "the evaluation",
         model,
         num_rows=num_rows,
         num_new=plan.segment_length,
-        num_slots=limits.memory_length,
+        num_slots=num_slots,
         dtype=plan.dtype,
         advice="lower memory_length or batch_size",
     )
-    with compute_context(next(model.parameters()).device, plan.dtype):
-        if has_memory:
-            return model.inference_memory(num_rows, limits)
-        return model.generation_memory(num_rows, limits, segment_length=plan.segment_length)
 
 
-class _Reader:
-    """Batch rows that read tokens, each in the segments of its own text."""
-
-    def __init__(
-        self, model: LanguageModel, plan: EvaluationPlan, memory: Memory, num_read: list[int], hidden_B1D: Tensor | None
-    ) -> None:
-        self.model, self.plan, self._memory = model, plan, memory
-        self.num_read = num_read
-        """Number of tokens that each row has read."""
-        self.hidden_B1D = hidden_B1D
-        """The hidden state of each row's last token; of a row that has read none, it is meaningless."""
-
-    @staticmethod
-    def create(model: LanguageModel, plan: EvaluationPlan, num_rows: int, num_slots: int) -> _Reader:
-        """Return rows that have read nothing."""
-        return _Reader(model, plan, empty_memory(model, plan, num_rows, num_slots), [0] * num_rows, None)
-
-    def select(self, rows: list[int]) -> _Reader:
-        """Return these rows as they are now; a row may occur several times."""
-        with torch.inference_mode():
-            hidden_B1D = None if self.hidden_B1D is None else self.hidden_B1D[rows]
-            memory = self._memory.select(rows)
-        return _Reader(self.model, self.plan, memory, [self.num_read[row] for row in rows], hidden_B1D)
-
-    def read(self, tokens: Sequence[Sequence[int]], *, all_needed: bool = False) -> Iterator[tuple[Tensor, list[int]]]:
-        """Read tokens, no row across the end of a segment in one step.
-
-        Args:
-            tokens: token ids for each row.
-            all_needed: whether the results of all tokens are used, not only that of the last one; a model without
-                memory then reads one token at a time.
-
-        Yields:
-            hidden states of a step (B, T, D), and how many of them are of new tokens of each row: the last ones.
-        """
-        plan, segment_length, done = self.plan, self.plan.segment_length, [0] * len(tokens)
-        has_memory = plan.context_limits.memory_length > 0
-        device = next(self.model.parameters()).device
-        while True:
-            room = [segment_length - count % segment_length for count in self.num_read]
-            if not has_memory:
-                room = [1 if all_needed else segment_length] * len(tokens)
-            lengths = [min(free, len(ids) - start) for free, ids, start in zip(room, tokens, done, strict=True)]
-            width = max(lengths)
-            if not width:
-                return
-            rows = [
-                [0] * (width - length) + list(ids[start : start + length])
-                for ids, start, length in zip(tokens, done, lengths, strict=True)
-            ]
-            is_padded = min(lengths) < width
-            with compute_context(device, plan.dtype):
-                memory = self._memory
-                if has_memory:
-                    visible = [plan.context_limits.memory_length + count % segment_length for count in self.num_read]
-                    memory = memory.limited(visible)
-                hidden_BTD, self._memory = self.model(
-                    torch.tensor(rows, device=device),
-                    memory,
-                    lengths_B=torch.tensor(lengths, device=device) if is_padded else None,
-                )
-                last_B1D = hidden_BTD[:, -1:]
-                if self.hidden_B1D is not None and not all(lengths):
-                    is_new_B11 = torch.tensor([length > 0 for length in lengths], device=device)[:, None, None]
-                    last_B1D = torch.where(is_new_B11, last_B1D, self.hidden_B1D)
-                self.hidden_B1D = last_B1D
-            self.num_read = [count + length for count, length in zip(self.num_read, lengths, strict=True)]
-            done = [start + length for start, length in zip(done, lengths, strict=True)]
-            yield hidden_BTD, lengths
-
-
-def _score(reader: _Reader, continuations: list[Continuation], scores: list[ContinuationScore]) -> None:
+def _score(
+    reader: Reader, continuations: list[Continuation], scores: list[ContinuationScore], stride: int | None
+) -> None:
     """Read what is left of each continuation, and add up the losses of its tokens."""
     texts = [[*continuation.context_ids, *continuation.token_ids] for continuation in continuations]
     starts = [len(continuation.context_ids) for continuation in continuations]  # of the tokens that are scored
-    if reader.hidden_B1D is not None and any(reader.num_read):
-        _add_losses(reader, reader.hidden_B1D, [min(1, count) for count in reader.num_read], texts, starts, scores)
+    if reader.last_hidden_B1D is not None:
+        _add_losses(reader, reader.last_hidden_B1D, [min(1, count) for count in reader.num_read], texts, starts, scores)
     rest = [text[count:-1] for text, count in zip(texts, reader.num_read, strict=True)]
-    for hidden_BTD, lengths in reader.read(rest, all_needed=True):
+    for hidden_BTD, lengths in reader.read(rest, stride=stride):
         _add_losses(reader, hidden_BTD, lengths, texts, starts, scores)
 
 
 def _add_losses(
-    reader: _Reader,
+    reader: Reader,
     hidden_BTD: Tensor,
     lengths: list[int],
     texts: list[list[int]],
@@ -258,9 +183,8 @@ def _add_losses(
             targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
             first = max(end - length + 1, start)  # the first token that is scored
             is_scored_BT[row, num_new - (end + 1 - first) :] = 1
-    with compute_context(hidden_BTD.device, reader.plan.dtype):
-        nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
-        best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
+    nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
+    best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
     nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
     differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
     for score, nats, differs in zip(scores, nats_B, differs_B, strict=True):

@@ -99,6 +99,7 @@ class TxlLM(TemplateLM):
             memory_lengths=self.run.memory_lengths,
         )
         self.plan.refuse_extended_context("lm_eval")
+        self._inference = self.run.inference(self.plan.dtype)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm_eval adds to the configuration in its results."""
@@ -107,7 +108,7 @@ class TxlLM(TemplateLM):
             "model_num_parameters": self.run.model.num_parameters(),
             "windows": self.windows,
             "weights": weights.used.describe() if weights else None,
-            "evaluation": self.plan.as_dict(next(self.run.model.parameters()).device),
+            "evaluation": self.plan.as_dict(self._inference.device),
         }
 
     @property
@@ -142,7 +143,7 @@ class TxlLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         continuations = [self._continuation(*request) for request in requests]
         with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
-            scores = score_continuations(self.run.model, continuations, self.plan, bar.update)
+            scores = score_continuations(self._inference, continuations, self.plan, bar.update)
         answers = [(-score.nats, score.is_greedy) for score in scores]
         for (strings, _, _), answer in zip(requests, answers, strict=True):
             if strings is not None:
@@ -224,7 +225,7 @@ class TxlLM(TemplateLM):
                 for start in range(0, len(indices), size):
                     part = indices[start : start + size]
                     prompts = [self._prompt(arguments[index][0]) for index in part]
-                    memory = empty_memory(self.run.model, self.plan, len(part))
+                    memory = empty_memory(self._inference, self.plan, len(part))
                     completions = generate(self.run, prompts, seed=start, memory=memory, **settings)
                     for index, completion in zip(part, completions, strict=True):
                         texts[index] = completion.text
