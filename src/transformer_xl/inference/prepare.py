@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,10 @@ _owners = itertools.count(1)
 class InferenceModel:
     """A model for reading and generating, of `prepare_inference`; no method computes gradients."""
 
-    def __init__(self, model: LanguageModel | Backbone, dtype: Precision, tables: DecodeTables | None) -> None:
+    training = False
+    """As of a module in evaluation mode."""
+
+    def __init__(self, model: LanguageModel, dtype: Precision, tables: DecodeTables | None) -> None:
         self.model = model
         """The model that computes, with prepared weights: not the one that was given."""
         self.dtype = dtype
@@ -68,7 +71,7 @@ class InferenceModel:
     ) -> Memory:
         """Return an empty memory for generating token after token, as `LanguageModel.generation_memory`."""
         with self.computing():
-            return self._language_model.generation_memory(batch_size, context_limits, segment_length=segment_length)
+            return self.model.generation_memory(batch_size, context_limits, segment_length=segment_length)
 
     def __call__(self, tokens: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
         """Process T tokens of each batch row; arguments and results are those of the model's `forward`.
@@ -93,22 +96,22 @@ class InferenceModel:
     ) -> tuple[list[Tensor], Memory]:
         """Return the hidden states of all layers, as `LanguageModel.hidden_states`."""
         with self.computing():
-            return self._language_model.hidden_states(tokens, memory, **inputs)
+            return self.model.hidden_states(tokens, memory, **inputs)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
         with self.computing():
-            return self._language_model.logits(hidden_BTD)
+            return self.model.logits(hidden_BTD)
 
     def nats(self, hidden_BTD: Tensor, targets: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target in nats (B, T), as `LanguageModel.nats`."""
         with self.computing():
-            return self._language_model.nats(hidden_BTD, targets, temperature=temperature)
+            return self.model.nats(hidden_BTD, targets, temperature=temperature)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return logits and ids of the k most likely next tokens, (B, T, K) each, as `LanguageModel.topk`."""
         with self.computing():
-            return self._language_model.topk(hidden_BTD, k)
+            return self.model.topk(hidden_BTD, k)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that computes without gradients, and matrix products in the dtype.
@@ -122,11 +125,6 @@ class InferenceModel:
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast(self.device, self.dtype))
         return stack
-
-    @property
-    def _language_model(self) -> LanguageModel:
-        assert isinstance(self.model, LanguageModel)
-        return self.model
 
 
 TokenModel = InferenceModel | LanguageModel
@@ -149,7 +147,8 @@ def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float
     for module in prepared.modules():
         if isinstance(module, PackedLinear):
             module.pack(of_products)
-    return InferenceModel(prepared, resolved, _tables(prepared, of_products))
+    # a backbone has of a language model what reading needs
+    return InferenceModel(cast(LanguageModel, prepared), resolved, _tables(prepared, of_products))
 
 
 def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
