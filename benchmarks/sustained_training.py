@@ -27,7 +27,7 @@ from typing_extensions import override
 from transformer_xl import train
 from transformer_xl.cli.main import keep_freed_memory
 from transformer_xl.config import UserError
-from transformer_xl.training import trainer as trainer_module
+from transformer_xl.training import stepper
 from transformer_xl.training.trainer import Trainer
 
 _MANY_STEPS = 100_000_000  # of which the first run
@@ -91,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     load, clock = warn_if_busy(), MinuteClock(60 * args.minutes)
     forget(args.corpus)
-    trainer_module.read_batch = clock.timed(trainer_module.read_batch)
+    stepper.read_batch = clock.timed(stepper.read_batch)
     sizes = {"batch_size": args.batch_size, "segment_length": args.segment_length}
     settings = {
         **sizes,

@@ -11,13 +11,9 @@ from typing_extensions import override
 
 from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.text.segments import Batch
-from transformer_xl.training.averaging import WeightAverage
+from transformer_xl.text.segments import Batch, SegmentDataset
 from transformer_xl.training.callbacks import Callback, Metrics
-from transformer_xl.training.compiling import compile_layers
-from transformer_xl.training.distributed import SINGLE_PROCESS
-from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.step import ModelWithLoss, TrainStep
+from transformer_xl.training.stepper import Stepper
 from transformer_xl.training.trainer import Trainer
 
 
@@ -48,15 +44,11 @@ class Trainee:
         """Build the model with weights of a fixed seed; the learning rate is constant at its peak."""
         torch.manual_seed(1)
         torch_device = torch.device(device)
-        self.model = TransformerXL(model, memory_length=train.memory_length).to(torch_device).train()
-        self.model.activation_checkpointing = train.activation_checkpointing
-        compile_layers(self.model, torch_device, train.compile)
-        with_loss = ModelWithLoss(self.model, copy_memory=train.compile == "cudagraphs")
-        optimizers = build_optimizers(self.model, train)
-        self.train_step = TrainStep(with_loss, optimizers, train, torch_device, SINGLE_PROCESS)
-        self.average = None if train.weight_average == "none" else WeightAverage(self.model, train)
+        self.model = TransformerXL(model, memory_length=train.memory_length).to(torch_device)
+        unread, rows = np.zeros(train.batch_size, np.int64), train.batch_size  # the caller passes the tokens
+        dataset = SegmentDataset(unread, batch_size=rows, segment_length=train.segment_length, bos_token_id=0)
+        self.stepper = Stepper(self.model, dataset, train, torch_device)
         self.num_steps = 0
-        self.memories = (self.model.initial_memory(train.batch_size),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Run one optimizer step, and return its mean loss in nats per token, on the device.
@@ -67,8 +59,8 @@ class Trainee:
         """
         loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
         batch = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, is_first=False)
-        sums, self.memories = self.train_step(batch, self.memories)
+        sums = self.stepper.train_on(batch)
         self.num_steps += 1
-        if self.average is not None:
-            self.average.update(self.num_steps)
+        if self.stepper.weight_average is not None:
+            self.stepper.weight_average.update(self.num_steps)
         return sums[0] / sums[1]  # sum of the losses, number of scored tokens

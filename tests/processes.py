@@ -34,7 +34,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, process_group
 from transformer_xl.training.finetune import finetune
-from transformer_xl.training.step import ModelWithLoss
+from transformer_xl.training.stepper import ModelWithLoss
 from transformer_xl.training.train import resume, train
 from transformer_xl.training.trainer import Trainer
 

@@ -124,6 +124,11 @@ def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3, plan: E
     return sum(float(token_nats(model, tokens[begin:end], token, plan).sum()) for (begin, end), token in spans)
 
 
+def names_in(run: Path) -> list[str]:
+    """Return the names of the checkpoints of a run, and of all else in their folder."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
 def lines_of(trainer: Trainer, split: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl for a split."""
     return [line for line in trainer.folder.metrics() if line["split"] == split]

@@ -94,7 +94,18 @@ class ChosenWeights:
         return {"checkpoint": self.used.as_dict(), "other_checkpoints": others}
 
 
-class CheckpointRecord(Settings):
+class Numerics(Settings):
+    """The implementations that a training computed with, of those that compute the same up to rounding."""
+
+    attn_implementation: str | None = None
+    """The attention kernel; None for a model without one."""
+    matmul_library: Literal["blas", "onednn"] = "blas"
+    """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
+    dropout_kernel: Literal["native", "torch"] = "torch"
+    """The implementation of dropout on a CPU; earlier versions had one."""
+
+
+class CheckpointRecord(Numerics):
     """The contents of `training.json` of a checkpoint: how far training was, and the checksums of the other files."""
 
     format: Literal["3"] = "3"
@@ -105,14 +116,13 @@ class CheckpointRecord(Settings):
     """The fields of `TrainerState`: the step, the position in the training data and so on."""
     files: dict[str, str]
     """sha256 of each file in `training/`, by name."""
-    attn_implementation: str | None = None
-    """The attention kernel that training used; None for a model without one."""
-    matmul_library: Literal["blas", "onednn"] = "blas"
-    """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
-    dropout_kernel: Literal["native", "torch"] = "torch"
-    """The implementation of dropout on a CPU; earlier versions had one."""
     config: dict[str, Any] | None = None
     """The settings that training had, as in config.yaml."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """The fields of `Numerics`, by themselves."""
+        return Numerics(**{name: getattr(self, name) for name in Numerics.model_fields})
 
     def write(self, checkpoint: Path) -> None:
         """Write the record, with its checksum, to the folder of a checkpoint."""

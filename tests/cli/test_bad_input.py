@@ -174,6 +174,7 @@ BAD_COMMANDS = [
     ("train --find-rate", "training needs --corpus DIR"),
     (f"{TRAIN.replace(' new', ' run')} --find-rate", "run holds a run already; "),
     (f"{TRAIN} --find-rate --evaluation.memory-length -4", "evaluation.memory_length: .*given: -4"),
+    (f"{TRAIN} --from 3", "--from is for a run that is resumed; give --resume RUN too, or leave it out"),
     (f"{TRAIN} --find-rate --base run", "--base is for an adapter that is resumed, and --find-rate for a new run"),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --attention-window 0", "window.* 0"),

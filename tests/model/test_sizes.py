@@ -15,8 +15,8 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters
+from transformer_xl.training.data import training_memory
 from transformer_xl.training.distributed import DistributedContext
-from transformer_xl.training.trainer import training_memory
 
 BATCH_SIZE, SEGMENT_LENGTH = 3, 13
 MODELS: dict[str, dict[str, Any]] = {

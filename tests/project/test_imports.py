@@ -105,6 +105,42 @@ def test_forbidden_imports_are_found(part: str, source: str, forbidden: list[str
     assert forbidden_imports(part, source) == forbidden
 
 
+def imported_modules(source: str, known: set[str]) -> set[str]:
+    """Return the modules of the package that a source imports, also inside functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & known
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import themselves through others."""
+    reached = {module: set(direct) for module, direct in imports.items()}
+    for middle in imports:
+        for module in imports:
+            if middle in reached[module]:
+                reached[module] |= reached[middle]
+    return sorted(module for module in imports if module in reached[module])
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    paths = [path for path in SRC.rglob("*.py") if path.name != "__init__.py"]
+    sources = {".".join(path.relative_to(SRC.parent).with_suffix("").parts): path.read_text("utf-8") for path in paths}
+    imports = {module: imported_modules(source, set(sources)) for module, source in sources.items()}
+    assert sum(map(len, imports.values())) > 500
+    assert circles(imports) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+    source = "if TYPE_CHECKING:\n    from transformer_xl.training import trainer\ndef f():\n    import transformer_xl.b"
+    known = {"transformer_xl.training.trainer", "transformer_xl.b", "transformer_xl.c"}
+    assert imported_modules(source, known) == {"transformer_xl.training.trainer", "transformer_xl.b"}
+
+
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC.parent)}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment)

@@ -110,15 +110,15 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     tokens = corpus.split("valid").tokens
     expected = validation_nats(best, tokens) / 41  # the number of tokens of the text
     assert last["nats_per_token"] == pytest.approx(expected, rel=1e-6)
-    assert trainer.weight_average is not None
-    assert torch.equal(averaged_weights(trainer.model, trainer.weight_average), weights_of(best))
+    assert trainer.stepper.weight_average is not None
+    assert torch.equal(averaged_weights(trainer.model, trainer.stepper.weight_average), weights_of(best))
     assert not any(equals_best(trainer.folder, trainer.folder.weights_file("last")))
 
 
 def test_average_is_saved_without_validation_text(tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), weight_average="uniform")
     trainer.run()
-    assert trainer.weight_average is not None
+    assert trainer.stepper.weight_average is not None
     best, _ = load_tensors(trainer.folder.weights_file("best"))
     actual = torch.cat([best[name].flatten() for name, _ in trainer.model.named_parameters()])
-    assert torch.equal(actual, averaged_weights(trainer.model, trainer.weight_average))
+    assert torch.equal(actual, averaged_weights(trainer.model, trainer.stepper.weight_average))

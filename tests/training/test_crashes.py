@@ -14,7 +14,6 @@ from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import UserError
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.checkpoint import save_checkpoint
 from transformer_xl.training.trainer import Trainer
 
 INTERVALS = {"eval_interval": 3, "checkpoint_interval": 4, "max_steps": 13}
@@ -57,7 +56,7 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(
     monkeypatch.setattr(Path, "rename", rename_or_die)
     monkeypatch.setattr(shutil, "rmtree", rmtree_or_die)
     with pytest.raises(Killed):
-        save_checkpoint(trainer.folder, trainer)
+        trainer.save_checkpoint()
     monkeypatch.undo()
     newest = trainer.folder.checkpoints()[-1]
     assert newest.name == ("step-00000004" if moment == "between" else "step-00000008")
@@ -140,7 +139,7 @@ def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:
     trainer = start_run(tmp_path / "run", eval_interval=6)
     train_until(trainer, 8)
     trainer.state = trainer.state.model_copy(update={"best_nats": 0.001})  # lower than any loss of this run
-    save_checkpoint(trainer.folder, trainer)
+    trainer.save_checkpoint()
     (tmp_path / "run" / "model.safetensors").unlink()
     trainer = reopened(trainer)
     trainer.run()

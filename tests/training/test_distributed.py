@@ -205,10 +205,10 @@ def test_another_batch_size_resumes_at_the_same_position_with_empty_memory(tmp_p
     trainer, (warning,) = resume_trainer(tmp_path / "run", batch_size=2, micro_batch_size=1)
     assert "batch size changed from 3 to 2: memory starts empty" in warning
     assert trainer.state.position.segment_index == 7
-    assert [memory.valid_B.tolist() for memory in trainer.memories] == [[0], [0]]
+    assert [memory.valid_B.tolist() for memory in trainer.stepper.memories] == [[0], [0]]
     assert_same_tensors(trainer.model, {name: saved[f"last/{name}"] for name in trainer.model.state_dict()})
     train_until(trainer, 10)
-    assert [memory.valid_B.tolist() for memory in trainer.memories] == [[11], [11]]
+    assert [memory.valid_B.tolist() for memory in trainer.stepper.memories] == [[11], [11]]
     assert trainer.state.step == 10
 
 
@@ -225,5 +225,5 @@ def test_checkpoint_without_part_of_the_optimizer_state_is_refused(tmp_path: Pat
     remaining = {name: tensor for name, tensor in load_file(file).items() if "softmax.bias" not in name}
     save_file(remaining, file, {"DCP_SHARDING_INFO": sharding})
     record.model_copy(update={"files": {name: file_digest(file)}}).write(checkpoint)
-    with pytest.raises(UserError, match=r"step-00000005 lacks part of the optimizer state; delete it"):
+    with pytest.raises(UserError, match=r"step-00000005 lacks optimizer/softmax.bias/exp_avg; delete it"):
         resume_trainer(tmp_path / "run")

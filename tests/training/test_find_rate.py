@@ -40,13 +40,13 @@ def test_short_training_is_a_training(tmp_path: Path, num_train: int, settings: 
     trainer = start(tmp_path / "run", corpus, **settings | {"learning_rate": trial.learning_rate})
     assert trainer.run()
     position, losses = BatchPosition(17, trainer.state.position), list[float]()
-    memory = Memory.concatenate(trainer.memories)
+    memory = Memory.concatenate(trainer.stepper.memories)
     trainer.model.eval()
     for _ in range(4):
-        batch = read_batch(trainer.dataset, position, trainer.config, SINGLE_PROCESS)
+        batch = read_batch(trainer.stepper.dataset, position, trainer.config, SINGLE_PROCESS)
         memory = trainer.model.initial_memory(3) if batch.batch.is_first else memory
         with torch.no_grad():
-            nats_BT, _, memory = trainer.wrapped_model(
+            nats_BT, _, memory = trainer.stepper.wrapped_model(
                 torch.from_numpy(batch.batch.inputs_BX), batch.batch.targets_BT, memory
             )
         position = batch.next
@@ -107,7 +107,7 @@ def test_trainings_leave_unread_text_for_scoring(tmp_path: Path, monkeypatch: py
 
     def score(training: find_rate._Training, num_segments: int) -> float:
         found = unpatched(training, num_segments)
-        epochs.append(training._position.segment)
+        epochs.append(training._stepper.position.segment)
         return found
 
     unpatched = find_rate._Training._score
@@ -169,5 +169,6 @@ def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def _next_step(training: find_rate._Training) -> float:
     """Count a step whose loss is not a number."""
-    training._position = BatchPosition(training._position.step + 1, training._position.segment)
+    position = training._stepper.position
+    training._stepper.position = BatchPosition(position.step + 1, position.segment)
     return math.nan

@@ -39,7 +39,7 @@ def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[st
     trainer = start(tmp_path / "run", corpus, **settings)
     train_until(trainer, 9)
     trainer = reopened(trainer, **changed)
-    assert len(trainer.memories) == (3 if "micro_batch_size" in changed else 2)
+    assert len(trainer.stepper.memories) == (3 if "micro_batch_size" in changed else 2)
     trainer.run()
     nats, expected = nats_of(trainer), nats_of(unchanged)
     assert nats[:9] == expected[:9]
@@ -115,7 +115,8 @@ def test_run_is_resumed_with_the_kernel_it_began_with(
         trainer = start(tmp_path / "run", corpus, model=model)
         train_until(trainer, 9)
     trainer = reopened(trainer)
-    assert trainer.attn_implementation == whole.attn_implementation == first
+    assert trainer.stepper.numerics == whole.stepper.numerics
+    assert trainer.stepper.numerics.attn_implementation == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole)
 
@@ -131,24 +132,25 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
     model = {"d_model": 74, "n_heads": 2, "d_ff": 450}  # the smallest matrices that oneDNN takes
     settings = {"model": model, "activation_checkpointing": checkpointing}
     with monkeypatch.context() as patch:
-        patch.setattr("transformer_xl.training.step.fastest_matmul_library", lambda: first)
+        patch.setattr("transformer_xl.training.numerics.fastest_matmul_library", lambda: first)
         whole = start(tmp_path / "whole", corpus, **settings)
         whole.run()
         trainer = start(tmp_path / "run", corpus, **settings)
         train_until(trainer, 9)
-        patch.setattr("transformer_xl.training.step.fastest_matmul_library", lambda: other)
+        patch.setattr("transformer_xl.training.numerics.fastest_matmul_library", lambda: other)
         different = start(tmp_path / "other", corpus, **settings)
         different.run()
         trainer = reopened(trainer)
-    assert trainer.matmul_library == whole.matmul_library == first
+    assert trainer.stepper.numerics == whole.stepper.numerics
+    assert trainer.stepper.numerics.matmul_library == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole) != nats_of(different)
     if first == "onednn":
-        monkeypatch.setattr("transformer_xl.training.trainer.packs", lambda _: False)
+        monkeypatch.setattr("transformer_xl.training.numerics.packs", lambda _: False)
         resumed = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         (warning,) = resumed.resume()
         assert "trained with oneDNN's products, which are not available here" in warning
-        assert resumed.matmul_library == "blas"
+        assert resumed.stepper.numerics.matmul_library == "blas"
 
 
 @needs_native
@@ -167,7 +169,8 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
         trainer = start(tmp_path / "run", corpus, model=model)
         train_until(trainer, 9)
     trainer = reopened(trainer)
-    assert trainer.dropout_kernel == whole.dropout_kernel == first
+    assert trainer.stepper.numerics == whole.stepper.numerics
+    assert trainer.stepper.numerics.dropout_kernel == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole)
     if first == "native":
@@ -177,7 +180,7 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
         (warning,) = trainer.resume()
         assert "trained with native dropout, which is not available here" in warning
         train_until(trainer, 12)  # the next checkpoint records what was used
-        assert trainer.dropout_kernel == "torch"
+        assert trainer.stepper.numerics.dropout_kernel == "torch"
         assert Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume() == []
 
 
@@ -189,5 +192,5 @@ def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.M
     trainer = Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU)
     (warning,) = trainer.resume()
     assert "trained with the attention kernel native, which is not available here" in warning
-    assert trainer.attn_implementation == "cpu"
+    assert trainer.stepper.numerics.attn_implementation == "cpu"
     assert trainer.run()

@@ -27,19 +27,17 @@ from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.model.memory import ContextLimits, HiddenCache, Memory
-from transformer_xl.text.segments import Batch
+from transformer_xl.text.segments import Batch, SegmentDataset
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.distributed import SINGLE_PROCESS
-from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.schedules import random_length
-from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
+from transformer_xl.training.stepper import ModelWithLoss, Stepper, micro_batches
 from transformer_xl.training.trainer import Trainer
 
 
 def as_double(trainer: Trainer) -> Trainer:
     """Convert the model and the memories of a trainer to float64."""
     trainer.model.double()
-    trainer.memories = tuple(trainer.model.initial_memory(rows) for rows in trainer.micro_batches)
+    trainer.stepper.memories = trainer.stepper.initial_memories()
     return trainer
 
 
@@ -249,12 +247,14 @@ def random_batch(rows: int, length: int, seed: int) -> Batch:
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), loss_mask_BT, is_first=False)
 
 
-def train_step_of(model: Any, **settings: Any) -> TrainStep:
-    """Return the training step of a model; `settings` are those of TrainConfig."""
+def stepper_of(model: Any, **settings: Any) -> Stepper:
+    """Return the training steps of a model, on a text that is not read; `settings` are those of TrainConfig."""
     config = TrainConfig(
         **{"segment_length": 5, "memory_length": 7, "max_grad_norm": 0.1, "dtype": "float32", **settings}
     )
-    return TrainStep(ModelWithLoss(model.train()), build_optimizers(model, config), config, CPU, SINGLE_PROCESS)
+    text = np.zeros(config.batch_size, np.int64)
+    dataset = SegmentDataset(text, batch_size=config.batch_size, segment_length=5, bos_token_id=0)
+    return Stepper(model, dataset, config, CPU)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -263,14 +263,11 @@ def test_micro_batches_equal_one_large_batch(make_model, settings: dict[str, Any
     actual = {}
     for micro_batch_size in (None, size):
         model = make_model(memory_length=7, **settings)
-        train_step = train_step_of(model, batch_size=7, micro_batch_size=micro_batch_size)
-        memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, train_step.config, 1))
-        assert len(memories) == math.ceil(7 / (micro_batch_size or 7))
-        numbers = []  # sum of losses, number of targets, gradient norm and number of tokens of each step
-        for step in range(4):
-            step_numbers, memories = train_step(random_batch(7, 5, step), memories)
-            numbers.append(step_numbers)
-        memory = Memory.concatenate(memories)
+        stepper = stepper_of(model, batch_size=7, micro_batch_size=micro_batch_size)
+        assert len(stepper.memories) == math.ceil(7 / (micro_batch_size or 7))
+        # sum of losses, number of targets, gradient norm and number of tokens of each step
+        numbers = [stepper.train_on(random_batch(7, 5, step)) for step in range(4)]
+        memory = Memory.concatenate(stepper.memories)
         actual[micro_batch_size] = {"numbers": torch.stack(numbers), **model.state_dict(), **memory.tensors()}
     assert_same_tensors(actual[size], actual[None], rtol=1e-10, atol=1e-10)
 

@@ -123,10 +123,10 @@ def test_second_signal_skips_the_validation_but_not_the_checkpoint(
 ) -> None:
     write = trainer_module.save_checkpoint
 
-    def interrupted_write(folder: RunFolder, trainer: Trainer, world: Any) -> None:
-        if trainer.state.step:
+    def interrupted_write(*arguments: Any, **options: Any) -> None:
+        if arguments[3]["step"]:  # of the state
             signal.raise_signal(signal.SIGINT)
-        write(folder, trainer, world)
+        write(*arguments, **options)
 
     monkeypatch.setattr(trainer_module, "save_checkpoint", interrupted_write)
     with nullcontext() if handle_signals else pytest.raises(KeyboardInterrupt):

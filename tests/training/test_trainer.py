@@ -33,7 +33,8 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.trainer import Trainer, training_dataset
+from transformer_xl.training.data import training_dataset
+from transformer_xl.training.trainer import Trainer
 from transformer_xl.training.validation import Validator
 
 NO_LEARNING = 1e-30  # a learning rate that does not change any weight

@@ -29,6 +29,7 @@ def train(
     corpus: Path | None = None,
     run: Path | None = None,
     resume: Path | None = None,
+    from_step: Annotated[int | None, Parameter(name="--from")] = None,
     base: Path | None = None,
     find_rate: Annotated[bool, Parameter(negative=())] = False,
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
@@ -54,6 +55,9 @@ def train(
         New folder for settings, weights and metrics. [default: runs/CORPUS-RECIPE]
     resume
         Folder of a run to resume, instead of a recipe and --run.
+    from_step
+        With --resume, go back to the checkpoint of this step, with the settings of training that it had. Later
+        checkpoints are kept aside until new ones overtake them, and the best weights until better ones are found.
     base
         With --resume of an adapter, the new folder of its base if that has moved.
     find_rate
@@ -64,6 +68,8 @@ def train(
     if recipe is None and resume is None:
         recipe = DEFAULT_RECIPE
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
+    if from_step is not None and resume is None:
+        raise UserError("--from is for a run that is resumed; give --resume RUN too, or leave it out")
     if find_rate:
         if resume is not None:
             raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
@@ -82,7 +88,7 @@ def train(
         setting = next(iter(options["model"]))
         raise UserError(f"model.{setting} cannot change within a run; start a new one with --run DIR")
     else:
-        result = training.resume(resume, corpus, base=base, **options)
+        result = training.resume(resume, corpus, from_step=from_step, base=base, **options)
     if result.rank == 0:
         print_result(result, as_json=json)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)

@@ -42,7 +42,7 @@ from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
-from transformer_xl.training.trainer import check_trainable
+from transformer_xl.training.data import open_data
 
 REPORT = "report.html"
 """Name of the report in the folder."""
@@ -297,7 +297,7 @@ class Reproduction:
         """Return the settings of a system's runs except for the seed, after checking that they can be trained."""
         vocab_size = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
         config = run_settings(merge(self.recipe(system), vocab_size), system.name)
-        check_trainable(config, self.corpus, choose_device(self.device))
+        open_data(config, self.corpus, choose_device(self.device))  # raises if training cannot start
         return config
 
     def _job(self, system: System, index: int, config: RunConfig, windows: tuple[int, ...]) -> Job | None:

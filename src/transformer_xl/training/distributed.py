@@ -13,7 +13,7 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -315,6 +315,51 @@ def gather_weights(model: LanguageModel, world: DistributedContext) -> dict[str,
 
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return saved_weights({name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)})
+
+
+def load_gathered(model: LanguageModel, weights: dict[str, Any]) -> None:
+    """Load whole weights, as `gather_weights` returned them, into a model that may be sharded; all processes do."""
+    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        model.load_state_dict(weights, strict=False)  # of a model with an adapter, these are the adapter's
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def shard_rows(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
+    """Return each tensor, which has the batch rows of this process, as a DTensor with those of all processes."""
+    if world.size == 1:
+        return dict(tensors)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as ShardOf
+
+    assert world.mesh is not None
+    sharded: dict[str, Tensor] = {}
+    for name, local in tensors.items():
+        shape = torch.Size((batch_size, *local.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        sharded[name] = DTensor.from_local(local, world.mesh, [ShardOf(0)], run_check=False, shape=shape, stride=stride)
+    return sharded
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random generators: `cpu`, and `device` for that of a GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["device"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned, on the same kind of device or another."""
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["device"], device)
+    elif "device" in states and device.type == "mps":
+        torch.mps.set_rng_state(states["device"])
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -35,15 +35,10 @@ from transformer_xl.files import as_path
 from transformer_xl.model.memory import Memory
 from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.run_folder import build_checked
-from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch
-from transformer_xl.training.distributed import SINGLE_PROCESS
-from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.schedules import set_step_rates
-from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
+from transformer_xl.training.data import open_data, training_dataset
+from transformer_xl.training.stepper import Stepper
 from transformer_xl.training.train import Overrides, complete_settings, ignore
-from transformer_xl.training.trainer import check_trainable, training_dataset
 
 _TIMED_STEPS = 5
 _MIN_STEPS = (8, 20)  # of a training in each round; fewer say nothing about a rate
@@ -132,7 +127,7 @@ def find_learning_rate(
     chosen = choose_device(device)
     overrides = {"model": model or {}, "train": train or {}}
     checked, opened = complete_settings(config, path, overrides, say if progress else ignore)
-    check_trainable(checked, opened, chosen)
+    open_data(checked, opened, chosen)
     opened.verify("train")
     with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
         search = _Search(checked, opened, chosen, seconds, show_progress=progress)
@@ -270,28 +265,20 @@ class _Training:
     """One short training, from the run's initial weights."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, rate: float, steps: int) -> None:
-        self._config = _shortened(config.train, rate, steps)
-        self._device = device
-        self._dataset = training_dataset(corpus, self._config)
+        self._config, self._device = _shortened(config.train, rate, steps), device
+        dataset = training_dataset(corpus, self._config)
         torch.manual_seed(self._config.seed)
-        self._model = build_checked(config).to(device).train()
-        self._model.activation_checkpointing = self._config.activation_checkpointing
-        self._wrapped = ModelWithLoss(self._model)
-        self._optimizers = build_optimizers(self._model, self._config)
-        self._train_step = TrainStep(self._wrapped, self._optimizers, self._config, device, SINGLE_PROCESS)
-        self._rows = [len(rows) for rows in micro_batches(self._dataset.local_batch_size, self._config, 1)]
-        self._memories: tuple[Memory, ...] = ()  # the first batch of an epoch begins with empty ones
-        self._position = BatchPosition(0, DatasetPosition())
+        self._stepper = Stepper(build_checked(config).to(device), dataset, self._config, device)
 
     def epoch_steps(self) -> int:
         """Return the number of steps of an epoch, approximately if segment lengths are random."""
         tokens = self._config.segment_length if self._config.random_segment_lengths else 1
-        return self._dataset.segments_in(epoch=0) // tokens
+        return self._stepper.dataset.segments_in(epoch=0) // tokens
 
     def step_seconds(self) -> list[float]:
         """Train, and return the seconds of each step."""
         seconds: list[float] = []
-        while self._position.step < self._config.max_steps:
+        while self._stepper.position.step < self._config.max_steps:
             start = time.perf_counter()
             self._step()
             seconds.append(time.perf_counter() - start)
@@ -300,7 +287,7 @@ class _Training:
     def nats_per_token(self, bar: ProgressBar | None) -> float:
         """Train, and return the loss of the following segments in nats per token; infinity as soon as it is not
         finite."""
-        while self._position.step < self._config.max_steps:
+        while self._stepper.position.step < self._config.max_steps:
             nats = self._step()
             if bar is not None:
                 bar.advance(1, f"lr {self._config.learning_rate:.2g}, {nats:.3f} nats")
@@ -310,40 +297,28 @@ class _Training:
 
     def _step(self) -> float:
         """Take a step, and return its loss in nats per token."""
-        step, config = self._position.step, self._config
-        batch = self._next_batch()
-        set_step_rates(self._optimizers, step, config, batch.learning_rate_ratio)
-        metrics, self._memories = self._train_step(batch.batch, self._memories, done=step / config.max_steps)
-        nats, num_targets, grad_norm, _ = metrics.tolist()
+        nats, num_targets, grad_norm, _ = self._stepper.step()[0].tolist()
         return nats / max(num_targets, 1) if math.isfinite(grad_norm) else math.nan
-
-    def _next_batch(self) -> StepBatch:
-        """Return the next batch of the text, after emptying the memories if an epoch begins with it."""
-        batch = read_batch(self._dataset, self._position, self._config, SINGLE_PROCESS)
-        if batch.batch.is_first:
-            self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
-        self._position = batch.next
-        return batch
 
     @torch.no_grad()
     def _score(self, num_segments: int) -> float:
         """Return the loss of the next segments, without dropout, in nats per token."""
-        total, num_targets = 0.0, 0
-        self._model.eval()
+        total, num_targets, stepper = 0.0, 0, self._stepper
+        stepper.model.eval()
         for _ in range(num_segments):
-            batch, start = self._next_batch().batch, 0
+            batch, start = stepper.next_batch().batch, 0
             memories: list[Memory] = []
-            for memory in self._memories:
+            for memory in stepper.memories:
                 rows = slice(start, start + memory.batch_size)
                 start = rows.stop
                 inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(self._device)
                 mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
                 with autocast(self._device, self._config.dtype):
-                    losses_BT, _, memory = self._wrapped(inputs_BX, batch.targets_BT[rows], memory)
+                    losses_BT, _, memory = stepper.wrapped_model(inputs_BX, batch.targets_BT[rows], memory)
                 total += float((losses_BT * mask_BT).sum())
                 num_targets += int(mask_BT.sum())
                 memories.append(memory)
-            self._memories = tuple(memories)
+            stepper.memories = tuple(memories)
         return total / max(num_targets, 1)
 
 

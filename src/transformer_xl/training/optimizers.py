@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+Optimizers = tuple[torch.optim.Optimizer, ...]
+
 # Coefficients of the three Newton-Schulz iterations that orthogonalize updates: the best odd polynomials of degree 5
 # for singular values of 0.01 to 1, computed as in Polar Express (Amsel et al. 2025). All of them become 0.73 to 1.27.
 _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
@@ -22,9 +27,7 @@ _EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their para
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 
 
-def build_optimizers(
-    model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0
-) -> tuple[torch.optim.Optimizer, ...]:
+def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0) -> Optimizers:
     """Build the optimizers of the settings; every parameter that is trained is in exactly one group of one optimizer.
 
     Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
@@ -100,6 +103,56 @@ def freeze_parameters(model: LanguageModel, patterns: Sequence[str]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"freeze {' '.join(patterns)} leaves no parameter to train; give fewer patterns")
+
+
+def optimizer_state(optimizers: Optimizers, model: LanguageModel) -> dict[str, Tensor]:
+    """Return the state of the optimizers, as `optimizer/PARAMETER/KEY`; before the first step there is none."""
+    return {
+        f"{prefix}{key}": tensor
+        for optimizer in optimizers
+        for prefix, parameter in _named_parameters(optimizer, model)
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def empty_optimizer_state(
+    optimizers: Optimizers, model: LanguageModel, saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Allocate tensors to read a saved state into, sharded like the parameters.
+
+    What is saved of one parameter of an optimizer is expected of all.
+    """
+    tensors: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        named = dict(_named_parameters(optimizer, model))
+        keys = {name.removeprefix(prefix) for prefix in named for name in saved if name.startswith(prefix)}
+        for prefix, parameter in named.items():
+            for key in keys:
+                entry, shape_like, dtype = saved.get(prefix + key), parameter, parameter.dtype
+                if entry is not None:
+                    shape_like = parameter if entry.size == parameter.shape else torch.empty(entry.size)
+                    dtype = entry.properties.dtype
+                tensors[prefix + key] = torch.zeros_like(shape_like, dtype=dtype)
+    return tensors
+
+
+def load_optimizer_state(optimizers: Optimizers, model: LanguageModel, tensors: Mapping[str, Any]) -> None:
+    """Restore what `optimizer_state` returned; learning rates and other settings stay."""
+    for optimizer in optimizers:
+        states: dict[int, dict[str, Any]] = {}
+        for index, (prefix, _) in enumerate(_named_parameters(optimizer, model)):
+            state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            if state:
+                states[index] = state
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer, model: LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the optimizer's parameters in its order, each with the name prefix of its state."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield f"optimizer/{names[id(parameter)]}/", parameter
 
 
 def _rate_factor(name: str, num_layers: int, decay: float) -> float:

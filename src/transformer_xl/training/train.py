@@ -42,12 +42,12 @@ from transformer_xl.run_folder import Run, RunFolder, first_difference, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
-from transformer_xl.training.checkpoint import update_record
+from transformer_xl.training.checkpoint import checkpoint_at, step_of, trained_config, update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
 from transformer_xl.training.memory_lengths import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
-from transformer_xl.training.trainer import Trainer, check_trainable
+from transformer_xl.training.trainer import Trainer
 
 Overrides = Mapping[str, Any]
 """Settings of one group by name, such as {"max_steps": 1000}."""
@@ -165,6 +165,7 @@ def resume(
     run: Run | Path | str,
     corpus: Corpus | Path | str | None = None,
     *,
+    from_step: int | None = None,
     base: Path | str | None = None,
     train: Overrides | None = None,
     evaluation: Overrides | None = None,
@@ -174,11 +175,14 @@ def resume(
     progress: bool = True,
     handle_signals: bool = False,
 ) -> TrainResult:
-    """Resume a run from its newest checkpoint, bit for bit as if it had never stopped.
+    """Resume a run from its newest checkpoint, bit for bit as if it had never stopped, or from an earlier one.
 
     Args:
         run: folder of the run, or the loaded run.
         corpus: new location of the corpus, or None if it has not moved.
+        from_step: go back to the checkpoint of this step, with the settings of training that it had; None: the newest.
+            Later checkpoints are kept aside (as step-N.aside) until new ones overtake them, and the best weights stay
+            until a validation finds better ones.
         base: new folder of the base of an adapter, or None if it has not moved.
         train: settings of training to change from the next step on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
@@ -202,7 +206,9 @@ def resume(
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")
     moved_base = None if base is None else as_path(base, "base", "give the folder of a run")
-    start = partial(_resume, path, None if corpus is None else corpus_folder(corpus), moved_base, overrides)
+    check_type(from_step, (int, type(None)), "from_step", "give the step of a checkpoint")
+    moved_corpus = None if corpus is None else corpus_folder(corpus)
+    start = partial(_resume, path, moved_corpus, moved_base, overrides, from_step)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
     if not result.finished or result.rank != 0 or RunFolder.open(result.path).config.finetune is None:
         return result
@@ -284,7 +290,7 @@ def run_training(
 
 def _kernel_text(trainer: Trainer) -> str:
     """Return, for the first line of a training, which attention kernel it uses and how to get the fastest on a CPU."""
-    name = trainer.attn_implementation
+    name = trainer.stepper.numerics.attn_implementation
     if name is None:
         return ""
     text, native = f"; attention kernel {name}", status()
@@ -319,7 +325,6 @@ def start_run(
             )
         if world.is_first:
             corpus.verify("train", "valid")
-        check_trainable(checked, corpus, world.device, world)
         # only the first process checks, because other hosts may see an outdated view of a shared file system
         exists = world.is_first and is_restartable() and (path / "config.yaml").exists()
         if exists and RunFolder.open(path).config != checked:
@@ -418,11 +423,12 @@ def _resume(
     corpus_path: Path | str | None,
     base: Path | None,
     overrides: Mapping[str, Overrides],
+    from_step: int | None,
     world: DistributedContext,
     stack: ExitStack,
     log: Callable[[str], None],
 ) -> Trainer:
-    """Return the trainer of a run at its newest checkpoint."""
+    """Return the trainer of a run at the checkpoint of a step, or at its newest."""
     with world.raise_together():
         folder = RunFolder.open(path)
         if world.is_first:
@@ -430,16 +436,21 @@ def _resume(
         for name in overrides["train"]:
             if name not in _CHANGEABLE:
                 raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
-        trained = folder.trained_config()
-        if trained:
-            if folder.config not in (trained, trained.before_last_change()):
-                difference = first_difference(folder.config.model_dump(mode="json"), trained.model_dump(mode="json"))
+        checkpoint = checkpoint_at(folder, from_step)
+        recorded = None if checkpoint is None else trained_config(checkpoint)
+        if recorded is not None and checkpoint != folder.latest_checkpoint():
+            # settings of training go back too; corpus, base and evaluation stay as they are now
+            trained = {"train": recorded.train, "history": recorded.history}
+            folder = replace(folder, config=folder.config.model_copy(update=trained))
+        elif recorded is not None:
+            if folder.config not in (recorded, recorded.before_last_change()):
+                difference = first_difference(folder.config.model_dump(mode="json"), recorded.model_dump(mode="json"))
                 note(
                     f"{path / 'config.yaml'} is not what was trained, and is written again: {difference}; pass changes "
                     "as flags",
                     log,
                 )
-            folder = replace(folder, config=trained)
+            folder = replace(folder, config=recorded)
         if base is not None:
             finetune = folder.config.finetune
             if finetune is None or finetune.lora is None:
@@ -460,31 +471,30 @@ def _resume(
         if corpus_path is not None and config.corpus is not None:
             moved = config.corpus.model_copy(update={"path": str(Path(corpus_path).resolve())})
             config = config.model_copy(update={"corpus": moved})
-        check_trainable(config, corpus, world.device, world)
-        _check_steps_left(folder, known.train, config.train)
+        _check_steps_left(path, 0 if checkpoint is None else step_of(checkpoint), known.train, config.train)
     trainer = Trainer(replace(folder, config=config), corpus, world.device, world=world)
-    _restore(trainer, log)
+    _restore(trainer, log, from_step)
     for line in _change_lines(trainer, known.train):
         log(line)
     # settings of training are written down with the first checkpoint that was trained with them, all others now
     settled = replace(folder, config=config.model_copy(update={"train": known.train, "history": known.history}))
     with world.raise_together():
         if world.is_first:
-            if trained is not None and settled.config != trained:
+            if recorded is not None and settled.config != recorded:
                 update_record(settled, config=settled.config.model_dump(mode="json"))
             settled.write_config()
     return trainer
 
 
-def _check_steps_left(folder: RunFolder, known: TrainConfig, config: TrainConfig) -> None:
-    """Refuse changed settings of training if no step is left to be trained with them."""
-    newest = folder.latest_checkpoint()
-    step = int(newest.name.removeprefix("step-")) if newest else 0
+def _check_steps_left(path: Path, step: int, known: TrainConfig, config: TrainConfig) -> None:
+    """Refuse settings of training that end before the step of the checkpoint, or change where no step is left."""
+    if step > config.max_steps:
+        raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {config.max_steps:,}")
     changed = [name for name, value in config if getattr(known, name) != value and name != "max_steps"]
     if changed and step == config.max_steps:
         name = changed[0]
         raise UserError(
-            f"{folder.path} has done all of its {step:,} steps, so none is left to train with train.{name} "
+            f"{path} has done all of its {step:,} steps, so none is left to train with train.{name} "
             f"{getattr(config, name)}; give --train.max-steps above {step} too, or leave train.{name} out"
         )
 
@@ -506,16 +516,14 @@ def _change_lines(trainer: Trainer, known: TrainConfig) -> list[str]:
     return [*lines, line]
 
 
-def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
-    """Restore the newest checkpoint, and print the step at which training resumes."""
-    warnings = trainer.resume()
-    step, max_steps, path = trainer.state.step, trainer.config.max_steps, trainer.folder.path
-    if step > max_steps:
-        raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {max_steps:,}")
+def _restore(trainer: Trainer, log: Callable[[str], None], from_step: int | None = None) -> None:
+    """Restore a checkpoint, and print the step at which training resumes."""
+    warnings = trainer.resume(from_step)
+    step, max_steps = trainer.state.step, trainer.config.max_steps
     for warning in warnings:
         note(warning, log)
     nothing = "; no step is left, give a larger --train.max-steps to train on" if step == max_steps else ""
-    log(f"resuming {path} at step {step:,} of {max_steps:,}{nothing}")
+    log(f"resuming {trainer.folder.path} at step {step:,} of {max_steps:,}{nothing}")
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import Tensor
-from training_runs import letters_corpus, make_corpus, reopened, start, train_until
+from training_runs import letters_corpus, lines_of, make_corpus, names_in, reopened, start, train_until
 from typing_extensions import override
 
 from transformer_xl import UserError, train
 from transformer_xl.config import TrainConfig
-from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.divergence import DivergenceDetector, DivergenceState
+from transformer_xl.training.callbacks import Callback, StepSums
+from transformer_xl.training.health import DivergenceState, HealthCallback
 from transformer_xl.training.trainer import Trainer
 
 STEPS = 600
@@ -39,16 +39,17 @@ def changes(
 ) -> list[tuple[int, str]]:
     """Return the steps at which divergence begins, as it is described, and the step at which the run is lost."""
     config = TrainConfig(max_steps=STEPS, warmup_steps=50)
-    detector, state = DivergenceDetector(letters_corpus(tmp_path / "corpus"), config), DivergenceState()
+    health = HealthCallback(letters_corpus(tmp_path / "corpus"), config)
     found: list[tuple[int, str]] = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
         num_targets = 1 if step % 97 == 0 else 512  # the last segment of an epoch may be short
-        before, state = state, detector.update(state, step, num_targets * loss, num_targets, norm)
-        if state.is_diverging and not before.is_diverging:
-            found.append((step, state.describe()))
-        if detector.has_learnt_nothing(state, step):
+        was_diverging = health.state.is_diverging
+        health.count(StepSums(step, num_targets * loss, num_targets, norm, num_targets))
+        if health.state.is_diverging and not was_diverging:
+            found.append((step, health.state.describe()))
+        if health.has_learnt_nothing(step):
             found.append((step, "nothing"))
-        if detector.is_lost(state):
+        if health.is_lost:
             return [*found, (step, "lost")]
     return found
 
@@ -136,10 +137,10 @@ def test_noise_of_a_tiny_batch_gives_no_warning(tmp_path: Path) -> None:
 def test_variance_of_a_token_is_at_first_the_mean_over_all_steps(tmp_path: Path) -> None:
     """A step's loss is the mean of n tokens, so the difference of two steps has the variance of a token times 2 / n."""
     losses = np.array([3.0, 3.5, 3.1])
-    detector, state = DivergenceDetector(letters_corpus(tmp_path / "corpus"), TrainConfig()), DivergenceState()
+    health = HealthCallback(letters_corpus(tmp_path / "corpus"), TrainConfig())
     for step, loss in enumerate(losses.tolist(), 1):
-        state = detector.update(state, step, 512 * loss, 512, 1.0)
-    assert state.token_variance == pytest.approx(512 / 2 * np.mean(np.diff(losses) ** 2))
+        health.count(StepSums(step, 512 * loss, 512, 1.0, 512))
+    assert health.state.token_variance == pytest.approx(512 / 2 * np.mean(np.diff(losses) ** 2))
 
 
 class Warnings(Callback):
@@ -197,28 +198,32 @@ def test_warning_depends_neither_on_logging_nor_on_a_stop(tmp_path: Path) -> Non
     assert warnings.steps == [steps[0]] == [steps[1]]
 
 
-def test_lost_run_stops_and_resumes_from_before_it_diverged(tmp_path: Path) -> None:
-    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), **SETTINGS)
+def test_lost_run_stops_and_keeps_all(tmp_path: Path) -> None:
+    """Checkpoints of the steps 75 and 100 were written; at step 100 that of step 50 is the third newest."""
+    path, settings = tmp_path / "run", SETTINGS | {"eval_interval": 20}
+    trainer = start(path, letters_corpus(tmp_path / "corpus"), **settings)
     diverging(trainer, 20.0)
-    message = r"at step 1\d\d, above that of a uniform guess .* at step (59|60); .*step-00000050 is the last .*--resume"
+    message = (
+        r"at step 1\d\d, above that of a uniform guess .* at step (59|60); the best weights are of step [24]0, .*"
+        rf"step-00000050 is the last good .* --resume {path} --from 50 --train.learning-rate 0\.001$"
+    )
     with pytest.raises(UserError, match=message):
         trainer.run()
-    # checkpoints of the steps 75 and 100 were written; at step 100 that of step 50 is the third newest
-    assert [path.name for path in trainer.folder.checkpoints()] == ["step-00000050"]
-    resumed = reopened(trainer)
-    assert resumed.state.step == 50
-    assert resumed.run()
+    assert names_in(path) == ["step-00000050", "step-00000075", "step-00000100"]
+    assert trainer.folder.verify() == []
+    lowest, step = min((line["nats_per_token"], line["step"]) for line in lines_of(trainer, "valid"))
+    assert trainer.folder.best_known() == (step, lowest)
 
 
-def test_run_lost_from_its_beginning_keeps_no_lost_weights(tmp_path: Path) -> None:
-    """The first validation makes lost weights the best ones."""
+def test_run_lost_from_its_beginning_keeps_all(tmp_path: Path) -> None:
+    """The first validation makes lost weights the best ones, of which the message says nothing."""
     settings = SETTINGS | {"checkpoint_interval": 100, "eval_interval": 25}
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus"), **settings)
     add_to_losses(trainer, lambda step: 20.0 if step > 3 else 0.0)
     with pytest.raises(UserError, match=r"after 5\.\d* at step \d\. Start a new run .*txl train --find-rate"):
         trainer.run()
-    assert trainer.folder.best_known() is None
-    assert [path.name for path in trainer.folder.checkpoints()] == ["step-00000000"]
+    assert trainer.folder.best_known() is not None
+    assert names_in(tmp_path / "run") == ["step-00000000"]
 
 
 def test_resumed_run_that_is_lost_returns_to_where_it_was_resumed(tmp_path: Path) -> None:
@@ -227,10 +232,10 @@ def test_resumed_run_that_is_lost_returns_to_where_it_was_resumed(tmp_path: Path
     train_until(trainer, 30)
     resumed = reopened(trainer, learning_rate=3.0, checkpoint_interval=10)
     add_to_losses(resumed, lambda step: 20.0 if step > 32 else 0.0)
-    message = r"the best weights, of step 30 .* are unchanged; .*step-00000030 is the last good checkpoint"
+    message = r"the best weights are of step 30, .*step-00000030 is the last good checkpoint.* --from 30 --train"
     with pytest.raises(UserError, match=message):
         resumed.run()
-    assert [path.name for path in resumed.folder.checkpoints()][-1] == "step-00000030"
+    assert names_in(tmp_path / "run") == ["step-00000030", "step-00000080", "step-00000090"]
 
 
 def test_changed_settings_begin_new_statistics(tmp_path: Path) -> None:
@@ -239,8 +244,8 @@ def test_changed_settings_begin_new_statistics(tmp_path: Path) -> None:
     warnings = diverging(trainer, 2.0)
     train_until(trainer, 80)
     assert len(warnings.steps) == 1
-    assert reopened(trainer).state.divergence == trainer.state.divergence
-    assert reopened(trainer, learning_rate=0.005).state.divergence == DivergenceState()
+    assert reopened(trainer).health.state == trainer.health.state
+    assert reopened(trainer, learning_rate=0.005).health.state == DivergenceState()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Finds out, from each step's loss and gradient norm, that training diverges or learns nothing.
+"""Watches the losses and gradient norms of a training: warns, and ends it where nothing can be expected any more.
 
 Three signs of a learning rate that is too large, of which the first two may pass again:
 
@@ -14,13 +14,19 @@ should not reach them: a false alarm would do more harm than none.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from typing_extensions import override
 
-from transformer_xl.config import Settings, TrainConfig
+from transformer_xl.config import Settings, TrainConfig, check_settings
+from transformer_xl.files import quoted
 from transformer_xl.text.token_store import Corpus
+from transformer_xl.training.callbacks import Callback, Metrics, StepSums, TrainerView
+from transformer_xl.training.checkpoint import checkpoint_before, step_of
 
 _LOSS_DECAY, _NORM_DECAY = 1 - 1 / 50, 1 - 1 / 20
 _MIN_STEPS = 20  # before which the means are those of too few steps
@@ -34,10 +40,13 @@ _MIN_LEARNING_STEPS = 100  # after the warm-up, before which no model is told th
 _LOST_RATIO, _LOST_RISE = 1.1, 1.2
 _LOST_SHARE, _LOST_STEPS = 0.1, (50, 500)  # for how long: this share of all steps, within limits
 _SAMPLE_BLOCKS, _BLOCK_TOKENS = 64, 4096  # of the training text, for the entropy of its tokens
+_MIN_VALIDATION_RISE = 0.02  # relative, above the lowest validation loss, that is called overfitting
 
 
 class DivergenceState(Settings):
-    """Statistics of the losses and gradient norms of a run, part of its checkpoints."""
+    """Statistics of the losses and gradient norms of a run, part of its checkpoints; each step changes them."""
+
+    model_config = ConfigDict(frozen=False)
 
     num_steps: int = 0
     """Steps counted."""
@@ -70,6 +79,9 @@ class DivergenceState(Settings):
     """Whether the gradient norm is many times its lowest value."""
     num_lost_steps: int = Field(default=0, ge=0)
     """Steps in a row with a mean loss far above that of a uniform guess and above its lowest value."""
+
+    has_overfit: bool = False
+    """Whether the validation loss has risen above a lower training loss."""
 
     @property
     def mean_nats(self) -> float:
@@ -105,8 +117,11 @@ class DivergenceState(Settings):
         return f"{loss}{self.lowest_step:,}" + (f", and {norm}" if self.norm_ratio > _MIN_NORM_RATIO_OF_RISE else "")
 
 
-class DivergenceDetector:
-    """Tells whether one run diverges; all that changes from step to step is in the `DivergenceState`."""
+class HealthCallback(Callback):
+    """Warns when a training diverges, learns nothing or overfits, and ends it when it is lost.
+
+    Nothing is deleted: what was saved after the last good checkpoint may be wanted for a look at it.
+    """
 
     def __init__(self, corpus: Corpus, config: TrainConfig) -> None:
         """Prepare for a run.
@@ -115,6 +130,7 @@ class DivergenceDetector:
             corpus: the corpus of the run.
             config: settings of its training.
         """
+        self.state = DivergenceState()
         self._corpus, self._warmup_steps = corpus, config.warmup_steps
         self.uniform_nats = math.log(corpus.tokenizer.vocab_size)
         """Loss of a uniform guess, in nats per token."""
@@ -122,52 +138,92 @@ class DivergenceDetector:
         # a model may stay at the frequencies for a while after the warm-up, and leave them later
         self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 2)
 
-    def update(
-        self, state: DivergenceState, step: int, nats: float, num_targets: float, grad_norm: float
-    ) -> DivergenceState:
-        """Return the statistics with one more step.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics, for a checkpoint."""
+        return self.state.model_dump(mode="json")
 
-        Args:
-            state: the statistics of the steps before.
-            step: the step, from 1.
-            nats: sum of its losses in nats, finite.
-            num_targets: number of its targets.
-            grad_norm: its gradient norm before clipping, finite.
-        """
-        state = _count_loss(state, nats, num_targets)
-        if step > self._warmup_steps:
-            state = _count_norm(state, grad_norm)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the statistics of a checkpoint, or begin with none if it is empty."""
+        self.state = check_settings(DivergenceState, state, "the statistics of divergence")
+
+    @override
+    def on_step_sums(self, trainer: TrainerView, sums: StepSums) -> None:
+        step = sums.step
+        if not (math.isfinite(sums.nats) and math.isfinite(sums.grad_norm)):
+            is_norm = math.isfinite(sums.nats)
+            cause = f"gradient norm became {sums.grad_norm}" if is_norm else f"loss became {sums.nats}"
+            trainer.fail(
+                f"the {cause} at step {step}; {trainer.folder.latest_checkpoint()} is the last good checkpoint. Resume "
+                f"from it with a lower learning rate: {_resume_slower(trainer)}"
+            )
+        was_diverging = self.state.is_diverging
+        self.count(sums)
+        if self.is_lost:
+            self._fail_lost(trainer, step)
+        if self.state.is_diverging and not was_diverging:
+            trainer.warn(
+                f"at step {step:,} {self.state.describe()}; the learning rate is probably too large, unless the text "
+                f"is so different here. Stop with Ctrl-C and resume with half of it: {_resume_slower(trainer)}"
+            )
+        elif self.has_learnt_nothing(step):
+            trainer.warn(
+                f"at step {step:,} the loss is {self.state.mean_nats:.3f} nats per token, and frequencies of tokens "
+                f"alone give {self.token_entropy:.3f}; the learning rate is probably too large, or far too small. Stop "
+                "with Ctrl-C and start a new run with another; txl train --find-rate proposes one"
+            )
+
+    @override
+    def on_metrics(self, trainer: TrainerView, metrics: Metrics) -> None:
+        """Warn once when the validation loss has risen above a lower training loss, of a text that was read before."""
+        state, nats, best, times_read = self.state, metrics["nats_per_token"], trainer.state.best_nats, trainer.epochs
+        if metrics["split"] != "valid" or best is None or state.has_overfit or state.is_diverging:
+            return
+        # the statistics of the training loss may be new, after resuming
+        is_below = state.num_steps > 0 and state.mean_nats < best
+        if nats > (1 + _MIN_VALIDATION_RISE) * best and times_read >= 1 and is_below:
+            state.has_overfit = True
+            trainer.warn(
+                f"at step {metrics['step']:,} the validation loss is {nats:.3f} nats per token, above its lowest, "
+                f"{best:.3f}, and the training loss {state.mean_nats:.3f}: the model overfits its training text, which "
+                f"it has read {times_read:.1f} times. The weights with the lowest loss are kept. Start a new run with "
+                "--train.max-epochs 1, more text or more regularization (--model.dropout)"
+            )
+
+    def count(self, sums: StepSums) -> None:
+        """Add a step, whose numbers are finite, to the statistics."""
+        state = self.state
+        if sums.num_targets:
+            _count_loss(state, sums)
+        if sums.step > self._warmup_steps and sums.grad_norm:  # 0 is that of a step without targets
+            weight = _weight(_NORM_DECAY, state.num_norms)
+            state.mean_log_norm += weight * (math.log(sums.grad_norm) - state.mean_log_norm)
+            state.num_norms += 1
         if not state.num_steps:
-            return state
+            return
         deviation = math.sqrt(state.token_variance / state.mean_targets)
         if state.lowest_nats is None or state.mean_nats < state.lowest_nats:
-            lowest = {"lowest_nats": state.mean_nats, "lowest_step": step, "lowest_deviation": deviation}
-            state = state.model_copy(update=lowest)
+            state.lowest_nats, state.lowest_step, state.lowest_deviation = state.mean_nats, sums.step, deviation
         if state.num_steps < _MIN_STEPS:
-            return state
+            return
         if state.num_steps == _MIN_STEPS:  # what it was in the first steps comes from too few differences
-            state = state.model_copy(update={"lowest_deviation": deviation})
+            state.lowest_deviation = deviation
         if state.num_norms >= _MIN_STEPS and (state.lowest_norm is None or state.mean_norm < state.lowest_norm):
-            state = state.model_copy(update={"lowest_norm": state.mean_norm})
-        assert state.lowest_nats is not None
+            state.lowest_norm = state.mean_norm
         # it is over when half of what began it is left, so that an alarm is not repeated at every crossing
         threshold = 0.5 if state.is_diverging else 1.0
         is_lost = state.mean_nats > max(_LOST_RATIO * self.uniform_nats, _LOST_RISE * state.lowest_nats)
-        changes = {
-            "has_risen": _rise(state) > threshold,
-            "has_exploded": state.norm_ratio > threshold * _MIN_NORM_RATIO,
-            "num_lost_steps": state.num_lost_steps + 1 if is_lost else 0,
-        }
-        return state.model_copy(update=changes)
+        state.has_risen, state.has_exploded = _rise(state) > threshold, state.norm_ratio > threshold * _MIN_NORM_RATIO
+        state.num_lost_steps = state.num_lost_steps + 1 if is_lost else 0
 
-    def has_learnt_nothing(self, state: DivergenceState, step: int) -> bool:
+    def has_learnt_nothing(self, step: int) -> bool:
         """Return whether, at the one step where this is judged, the loss is that of frequencies of tokens."""
-        is_judged = step == self._learning_step and state.num_steps >= _MIN_STEPS and not state.is_diverging
-        return is_judged and state.mean_nats > _LEARNT_RATIO * self.token_entropy
+        is_judged = step == self._learning_step and self.state.num_steps >= _MIN_STEPS and not self.state.is_diverging
+        return is_judged and self.state.mean_nats > _LEARNT_RATIO * self.token_entropy
 
-    def is_lost(self, state: DivergenceState) -> bool:
-        """Return whether the loss has so long been above that of a uniform guess that it will not come back."""
-        return state.num_lost_steps >= self._max_lost_steps
+    @property
+    def is_lost(self) -> bool:
+        """Whether the loss has so long been above that of a uniform guess that it will not come back."""
+        return self.state.num_lost_steps >= self._max_lost_steps
 
     @cached_property
     def token_entropy(self) -> float:
@@ -178,6 +234,33 @@ class DivergenceDetector:
         counts = np.unique(sample, return_counts=True)[1]
         fractions = counts / counts.sum()
         return float(-(fractions * np.log(fractions)).sum())
+
+    def _fail_lost(self, trainer: TrainerView, step: int) -> None:
+        """End a lost run, and say what is good and how to go on."""
+        state, folder = self.state, trainer.folder
+        with trainer.world.raise_together():
+            good, best = checkpoint_before(folder, state.lowest_step), folder.best_known()
+        said = (
+            f"the loss is {state.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
+            f"{state.num_lost_steps} steps, after {state.lowest_nats:.3f} at step {state.lowest_step:,}"
+        )
+        if best is not None and best[1] <= self.uniform_nats:
+            said += f"; the best weights are of step {best[0]:,}, with a validation loss of {best[1]:.3f}"
+        if good is None or (step_of(good) == 0 and folder.config.finetune is None):
+            trainer.fail(
+                f"{said}. Start a new run with a much lower learning rate; txl train --find-rate, with the same "
+                "settings, proposes one"
+            )
+        trainer.fail(
+            f"{said}; {good} is the last good checkpoint. Go back to it with a much lower learning rate: "
+            f"{_resume_slower(trainer, 10, step_of(good))}"
+        )
+
+
+def _resume_slower(trainer: TrainerView, factor: float = 2, from_step: int | None = None) -> str:
+    """Return the command that resumes a run, perhaps from an earlier step, with a lower learning rate."""
+    rate, step = trainer.config.learning_rate / factor, "" if from_step is None else f" --from {from_step}"
+    return f"txl train --resume {quoted(trainer.folder.path)}{step} --train.learning-rate {rate:g}"
 
 
 def _rise(state: DivergenceState) -> float:
@@ -192,34 +275,18 @@ def _rise(state: DivergenceState) -> float:
     return (state.mean_nats - state.lowest_nats) / counts
 
 
-def _count_loss(state: DivergenceState, nats: float, num_targets: float) -> DivergenceState:
-    """Add the loss of a step; a step without targets has none."""
-    if not num_targets:
-        return state
-    variance = state.token_variance
+def _count_loss(state: DivergenceState, sums: StepSums) -> None:
+    """Add the loss of a step with targets."""
+    nats_per_token = sums.nats / sums.num_targets
     if state.num_steps:
         weight = _weight(_LOSS_DECAY, state.num_steps - 1)  # the first step has no difference from one before
         # the variance of the difference is that of a token, divided by the targets of the one and of the other step
-        per_token = num_targets * state.last_targets / (num_targets + state.last_targets)
-        variance += weight * (per_token * (nats / num_targets - state.last_nats) ** 2 - variance)
-    changes = {
-        "num_steps": state.num_steps + 1,
-        "tokens": _LOSS_DECAY * state.tokens + num_targets,
-        "nats": _LOSS_DECAY * state.nats + nats,
-        "last_targets": num_targets,
-        "last_nats": nats / num_targets,
-        "token_variance": variance,
-    }
-    return state.model_copy(update=changes)
-
-
-def _count_norm(state: DivergenceState, grad_norm: float) -> DivergenceState:
-    """Add the gradient norm of a step to the mean of logarithms; 0 (of a step without targets) is left out."""
-    if not grad_norm:
-        return state
-    mean = state.mean_log_norm
-    mean += _weight(_NORM_DECAY, state.num_norms) * (math.log(grad_norm) - mean)
-    return state.model_copy(update={"num_norms": state.num_norms + 1, "mean_log_norm": mean})
+        per_token = sums.num_targets * state.last_targets / (sums.num_targets + state.last_targets)
+        state.token_variance += weight * (per_token * (nats_per_token - state.last_nats) ** 2 - state.token_variance)
+    state.num_steps += 1
+    state.tokens = _LOSS_DECAY * state.tokens + sums.num_targets
+    state.nats = _LOSS_DECAY * state.nats + sums.nats
+    state.last_targets, state.last_nats = sums.num_targets, nats_per_token
 
 
 def _weight(decay: float, count: int) -> float:

@@ -1,0 +1,109 @@
+"""Chooses the implementations that a run computes with: attention kernel, library of matrix products, dropout.
+
+All compute the same up to rounding, but kernels of attention and of dropout draw other masks. So a new run takes what
+is fastest and records it with its checkpoints, and a resumed run goes on with what is recorded where that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from transformer_xl.checkpoint_record import Numerics
+from transformer_xl.device import Precision, resolve_dtype
+from transformer_xl.model.dropout import FastDropout, dropout_kernel, fastest_dropout_kernel
+from transformer_xl.model.kernels import KERNELS, choose
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import fastest_matmul_library, matmul_library, packs
+from transformer_xl.native import status
+from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
+
+# from the fastest; the last works everywhere
+_ORDERS = {
+    "attn_implementation": [None, *KERNELS],
+    "matmul_library": ["onednn", "blas"],
+    "dropout_kernel": ["native", "torch"],
+}
+
+
+def choose_numerics(
+    attn_implementation: str | None,
+    device: torch.device,
+    precision: Precision,
+    world: DistributedContext = SINGLE_PROCESS,
+    recorded: Numerics | None = None,
+) -> Numerics:
+    """Return the fastest implementations, or the recorded ones, as far as all processes have them.
+
+    The processes of a run may prefer different ones; then those that every computer has are taken.
+
+    Args:
+        attn_implementation: the setting; a kernel that it names is taken in any case. None for a model without one.
+        device: device to compute on.
+        precision: data type of matrix products in training, on which the fastest kernel depends.
+        world: the processes that train together.
+        recorded: what the checkpoint was trained with from which a run is resumed, or None for a new run.
+    """
+    dtype = torch.bfloat16 if resolve_dtype(device, precision) == "bfloat16" else torch.float32
+    kernel = attn_implementation
+    if kernel == "auto":
+        kernel = None if recorded is None else recorded.attn_implementation
+        if kernel not in KERNELS or not KERNELS[kernel].fits(device, dtype):
+            kernel = choose("auto", device, dtype).name
+    library = fastest_matmul_library() if recorded is None else recorded.matmul_library
+    dropout = fastest_dropout_kernel() if recorded is None else recorded.dropout_kernel
+    preferred = Numerics(
+        attn_implementation=kernel,
+        matmul_library=library if packs(torch.float32) else "blas",
+        dropout_kernel=dropout if fastest_dropout_kernel() == "native" else "torch",
+    )
+    everywhere = world.gather(preferred)
+    slowest = {
+        name: max((getattr(one, name) for one in everywhere), key=order.index) for name, order in _ORDERS.items()
+    }
+    return preferred.model_copy(update=slowest)
+
+
+@contextmanager
+def numerics_applied(numerics: Numerics) -> Iterator[None]:
+    """Within this context, products and dropout on a CPU are those of a run; the kernel is an attribute of the model.
+
+    The backward pass belongs into the context too, as layers may be computed again in it.
+    """
+    with matmul_library(numerics.matmul_library), dropout_kernel(numerics.dropout_kernel):
+        yield
+
+
+def differences(recorded: Numerics, used: Numerics, model: LanguageModel, device: torch.device) -> list[str]:
+    """Say what of the recorded implementations is not available here, where it matters.
+
+    Args:
+        recorded: what a checkpoint was trained with.
+        used: what training goes on with.
+        model: the model; dropout matters only if it has some.
+        device: device to compute on; products and dropout matter only on a CPU.
+    """
+    lines: list[str] = []
+    if recorded.attn_implementation not in (None, used.attn_implementation):
+        reason = f" ({status().text})" if recorded.attn_implementation == "native" else ""
+        lines.append(
+            f"the checkpoint was trained with the attention kernel {recorded.attn_implementation}, which is not "
+            f"available here{reason}: training goes on with {used.attn_implementation}, not bit for bit as without the "
+            "stop"
+        )
+    if device.type != "cpu":
+        return lines
+    has_dropout = any(isinstance(m, FastDropout) and m.p and not m.variational for m in model.modules())
+    if recorded.dropout_kernel == "native" != used.dropout_kernel and has_dropout:
+        lines.append(
+            f"the checkpoint was trained with native dropout, which is not available here ({status().text}): dropout "
+            "masks will differ"
+        )
+    if recorded.matmul_library == "onednn" != used.matmul_library:
+        lines.append(
+            "the checkpoint was trained with oneDNN's products, which are not available here: training goes on with "
+            "torch's, not bit for bit as without the stop"
+        )
+    return lines
