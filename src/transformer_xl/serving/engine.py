@@ -8,6 +8,9 @@ In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alo
 all sequences of one model and memory length. So what is read does not depend on other requests, and a step computes
 each row from its own tokens and memory; others can only change its shape, and with that the last bits.
 
+A prompt is read once, whatever is asked for; where generation and `score` see different tokens
+(`ServedModel.reads_as_score`), its log-probabilities need a reading of their own.
+
 Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R most likely tokens, G rows with the same
 settings; L layers, N heads, P distances.
 """
@@ -29,13 +32,15 @@ from torch import Tensor
 from transformer_xl.analysis.attention_maps import attention_of_last, require_attention_terms
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
-from transformer_xl.generation.batch import PREFILL_SEGMENT
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
+from transformer_xl.reader import Reader
 from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
-from transformer_xl.serving.prompt_reader import PromptReader
 from transformer_xl.serving.rows import MemoryState, RowBatch, row_state
-from transformer_xl.serving.served_model import READING_SLICE, ServedModel
+from transformer_xl.serving.served_model import ServedModel
+
+READING_SLICE = 128
+"""Tokens of prompts that are read between two steps of the sequences that are being generated."""
 
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
 _PATIENCE_SECONDS = 5.0  # for which a job lets those pass that need fewer rows
@@ -67,17 +72,6 @@ class Counters:
     failed: int = 0
 
 
-@dataclass(eq=False)
-class _Reading:
-    """A job whose prompt is being read."""
-
-    job: TextJob
-    scoring: PromptReader | None
-    """Reads for log-probabilities alone, where text is generated with another memory."""
-    reader: PromptReader | None
-    """Reads what is generated from, and also for log-probabilities unless `scoring` does."""
-
-
 class Engine:
     """Runs jobs in a thread of its own."""
 
@@ -103,11 +97,11 @@ class Engine:
             size = max_rows * served.row_bytes(served.max_memory_length)
             name = f"a memory of {max_rows:,} x {served.generation_slots(served.max_memory_length):,} tokens"
             use = MemoryUse(name, size, "lower --max-batch or --memory-length")
-            require_memory("serving", [use], served.device)
+            require_memory("serving", [use], served.inference.device)
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False
-        self._reading: deque[_Reading] = deque()
+        self._reading: deque[tuple[TextJob, Iterator[None]]] = deque()  # each step of which reads a slice
         self._batches: dict[tuple[str, int], RowBatch[Sample]] = {}
         self._running: dict[TextJob, list[Sample]] = {}
         self._thread = threading.Thread(target=self._run, name="txl-model", daemon=True)
@@ -203,18 +197,19 @@ class Engine:
             self.counters.cancelled += 1
             self._drop(job)
         for job in self._admitted():
+            self._running[job] = []
+            self._reading.append((job, self._read(job)))
+        until = self.counters.prompt_tokens + READING_SLICE
+        while self._reading and self.counters.prompt_tokens < until:
+            job, slices = self._reading.popleft()
             with self._failures([job]):
-                self._begin(job)
-        budget = READING_SLICE
-        while self._reading and budget > 0:
-            reading = self._reading.popleft()
-            with self._failures([reading.job]), reading.job.served.computing():
-                budget -= self._read(reading)
+                for _ in slices:
+                    self._reading.append((job, slices))
+                    break
         for key, batch in list(self._batches.items()):
-            served = self.models[key[0]]
             if len(batch):
-                with self._failures({one.job for one in batch.all()}), served.computing():
-                    self._step(served, batch)
+                with self._failures({one.job for one in batch.all()}):
+                    self._step(self.models[key[0]], batch)
             if not len(batch):
                 self._keep_empty(key)
 
@@ -260,124 +255,101 @@ class Engine:
                 break
         return None
 
-    def _begin(self, job: TextJob) -> None:
-        """Prepare to read the prompt of a job."""
-        self._running[job] = []
+    def _read(self, job: TextJob) -> Iterator[None]:
+        """Read the prompt of a job in slices, then let its samples begin; yield between two slices."""
         if job.shows_attention:
-            self._reading.append(_Reading(job, None, self._attention_reader(job)))
+            yield from self._read_for_attention(job)
             return
-        served, ids = job.served, job.input_ids
+        served, ids, is_scored = job.served, job.input_ids, job.score_prompt
+        if is_scored and job.state is None and not served.reads_as_score(job.memory_length):
+            scorer = served.scoring_reader(job.memory_length, len(ids))
+            yield from self._slices(job, scorer, ids[:-1], is_scored=True)
+            if not job.max_tokens and not job.keep_state:
+                self._finish_reading(job, scorer)
+                return
+            is_scored = False
+            yield
         read = ids if job.max_tokens else ids[:-1]  # the newest token is read when one is to follow it
-        first = 0 if job.state is None else 1  # the newest token of a state is read by itself, as by `generate`
-        # a text is scored as by `score`; if that has the memory to generate with, it is read only once
-        is_shared = job.score_prompt and (job.state is not None or (served.has_memory and job.memory_length > 0))
-        scoring = reader = None
-        with served.computing():
-            if job.score_prompt and not is_shared:
-                memory = served.scoring_memory(job.memory_length, len(ids))
-                bounds = _segments_from_start(len(ids) - 1, served.plan.segment_length, 0)
-                scoring = PromptReader(served, memory, ids[:-1], bounds, job.memory_length)
-            if scoring is None or job.max_tokens or job.keep_state:
-                if job.state is not None:
-                    memory = served.restored(job.state, len(ids))
-                elif is_shared:
-                    memory = served.scoring_memory(job.memory_length, len(ids))
-                else:
-                    memory = served.generation_memory(job.memory_length, len(ids))
-                if is_shared:
-                    bounds = _segments_from_start(len(read), served.plan.segment_length, first)
-                else:
-                    bounds = _segments_from_end(len(read), first)
-                reader = PromptReader(served, memory, read, bounds, served.generation_slots(job.memory_length))
-        self._reading.append(_Reading(job, scoring, reader))
+        reader = served.reader(job.memory_length, len(read), job.state)
+        yield from self._slices(job, reader, read, is_scored=is_scored)
+        self._finish_reading(job, reader)
 
-    @staticmethod
-    def _attention_reader(job: TextJob) -> PromptReader:
-        """Return what reads the tokens before those whose attention is computed, in the segments of `score`."""
-        served, ids = job.served, job.input_ids
-        with served.computing():
-            memory = served.scoring_memory(job.memory_length, len(ids))
-        num_read = len(ids) - _num_traced(job)
-        bounds = _segments_from_start(num_read, served.plan.segment_length, 0)
-        return PromptReader(served, memory, ids[:num_read], bounds, job.memory_length)
+    def _slices(self, job: TextJob, reader: Reader, token_ids: list[int], *, is_scored: bool = False) -> Iterator[None]:
+        """Read tokens in slices, and score those that follow them in the job; yield between two slices."""
+        stop = 0
+        # a model whose keys cannot be limited reads whole segments
+        stride = READING_SLICE if job.served.inference.limits_visible else None
+        for hidden_BTD, (num_new,) in reader.read([token_ids], stride=stride):
+            start, stop = stop, stop + num_new
+            self.counters.prompt_tokens += num_new
+            if is_scored:
+                targets = job.input_ids[start + 1 : stop + 1]
+                job.prompt_tokens += self._score(job, hidden_BTD[:, : len(targets)], targets)
+            if stop < len(token_ids):
+                yield
 
-    def _attention(self, job: TextJob, memory: Memory) -> Tensor:
-        """Return the attention (L, N, P) of the last token of a job, after the tokens in `memory`."""
-        served, num_traced = job.served, _num_traced(job)
-        if served.is_trimmed:  # what the segment of the last token sees before it
-            offset = (len(job.input_ids) - 1) % served.plan.segment_length
-            memory = memory.limited([job.memory_length + offset])
-        tokens_BT = torch.tensor([job.input_ids[-num_traced:]], device=served.device)
-        attention_LNP = attention_of_last(require_attention_terms(served.model), tokens_BT, memory)
+    def _read_for_attention(self, job: TextJob) -> Iterator[None]:
+        """Read the tokens before the last as `score` does, then compute its attention; yield between two slices."""
+        served, ids, inference = job.served, job.input_ids, job.served.inference
+        offset = (len(ids) - 1) % served.plan.segment_length
+        start = len(ids) - 1 - offset  # of the segment of the last token
+        reader = served.scoring_reader(job.memory_length, start)
+        yield from self._slices(job, reader, ids[:start])
+        memory = reader.memory
+        if inference.limits_visible:  # else, the segment is read at once
+            memory = memory.resized(job.memory_length + offset)
+            while start < len(ids) - 1:
+                yield
+                tokens_BT = torch.tensor([ids[start : len(ids) - 1][:READING_SLICE]])
+                num_new = tokens_BT.shape[1]
+                first_visible = job.memory_length + start % served.plan.segment_length + 1
+                visible_BT = torch.arange(first_visible, first_visible + num_new, device=inference.device)[None]
+                _, memory = inference(tokens_BT, memory, visible_BT=visible_BT)
+                self.counters.prompt_tokens += num_new
+                start += num_new
+        tokens_BT = torch.tensor([ids[start:]], device=inference.device)
+        with inference.computing():
+            attention_LNP = attention_of_last(require_attention_terms(inference.model), tokens_BT, memory)
         if not bool(attention_LNP.isfinite().all()):
             raise UserError(_DAMAGED)
-        return attention_LNP
-
-    def _read(self, reading: _Reading) -> int:
-        """Read a slice of a prompt, and return its number of tokens."""
-        job, scoring, reader = reading.job, reading.scoring, reading.reader
-        num_read = 0
-        current = scoring if scoring is not None and not scoring.is_done else reader
-        if current is not None and not current.is_done:
-            start, stop = current.read_slice()
-            num_read = stop - start
-            self.counters.prompt_tokens += num_read
-            if job.score_prompt and (current is scoring or scoring is None):
-                assert current.hidden_BTD is not None
-                targets = job.input_ids[start + 1 : stop + 1]
-                scored = self._score(job, current.hidden_BTD[:, : len(targets)], targets)
-                job.prompt_tokens += scored
-        if (scoring is None or scoring.is_done) and (reader is None or reader.is_done):
-            self._start_generating(reading)
-        else:
-            self._reading.append(reading)
-        return num_read
+        self._end(job, Finished(None, attention_LNP))
 
     def _score(self, job: TextJob, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
         """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities."""
-        model, tokens = job.served.model, list[ScoredToken]()
-        width = max(1, _MAX_LOGITS // model.config.vocab_size)
+        inference, tokens = job.served.inference, list[ScoredToken]()
+        width = max(1, _MAX_LOGITS // inference.config.vocab_size)
         for start in range(0, len(targets), width):
-            logits_TV = model.logits(hidden_BTD[:, start : start + width])[0]
+            logits_TV = inference.logits(hidden_BTD[:, start : start + width])[0]
             tokens += _scored(logits_TV, targets[start : start + width], job.num_logprobs or 0)
         if any(token.logprob is None for token in tokens):
             raise UserError(_DAMAGED)
         return tokens
 
-    def _start_generating(self, reading: _Reading) -> None:
+    def _finish_reading(self, job: TextJob, reader: Reader) -> None:
         """Let the samples of a job whose prompt is read join a batch with their first token, or finish the job."""
-        job, reader = reading.job, reading.reader
-        if job.shows_attention:
-            assert reader is not None
-            self._end(job, Finished(None, self._attention(job, reader.memory)))
-            return
         if job.score_prompt and job.state is None and not job.add_bos:
             job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
-        served = job.served
+        served, memory = job.served, reader.memory
         if not job.max_tokens:
-            state = None
-            if job.keep_state:
-                assert reader is not None
-                state = self._state(reader.memory, 0, job.input_ids[-1], job)
+            state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
             job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
             self._end(job, Finished(state))
             return
-        assert reader is not None
-        assert reader.hidden_BTD is not None
-        slots = served.generation_slots(job.memory_length) if served.is_trimmed else reader.memory.length
+        assert reader.last_hidden_B1D is not None
+        slots = served.generation_slots(job.memory_length)
         key = served.name, slots
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = RowBatch(slots, self.max_rows)
+            batch = self._batches[key] = RowBatch(served.empty_memory(slots), self.max_rows)
         samples = [Sample.create(job, index) for index in range(job.num_samples)]
         self._running[job] = list(samples)  # another list: those that end leave it while the first tokens are chosen
         for one in samples:
-            batch.join(one, reader.memory, int(reader.memory.valid_B[0]))
-        self._choose(served, batch, samples, reader.hidden_BTD[:, -1:].expand(len(samples), -1, -1))
+            batch.join(one, memory, int(memory.valid_B[0]))
+        self._choose(served, batch, samples, reader.last_hidden_B1D.expand(len(samples), -1, -1))
 
     def _step(self, served: ServedModel, batch: RowBatch[Sample]) -> None:
         """Read the newest token of each sequence and choose the next one."""
-        samples, hidden_B1D = batch.step(served.model, lambda one: one.newest)
+        samples, hidden_B1D = batch.step(served.inference, lambda one: one.newest)
         self.counters.steps += 1
         self.counters.step_rows += len(samples)
         self._choose(served, batch, samples, hidden_B1D)
@@ -424,9 +396,8 @@ class Engine:
 
     def _state(self, memory: Memory, row: int, newest: int, job: TextJob) -> MemoryState:
         """Return a copy of the memory of a sequence."""
-        served = job.served
-        slots = served.generation_slots(job.memory_length) if served.is_trimmed else memory.length
-        return row_state(memory, row, newest, slots, drop_empty=served.is_trimmed)
+        slots = job.served.generation_slots(job.memory_length)
+        return row_state(memory, row, newest, slots, drop_empty=job.served.inference.limits_visible)
 
     def _tell(self, job: TextJob) -> None:
         events, job.pending = job.pending, list[Event]()
@@ -450,7 +421,7 @@ class Engine:
         for one in self._running.pop(job, []):
             for batch in self._batches.values():
                 batch.leave(one)
-        self._reading = deque(reading for reading in self._reading if reading.job is not job)
+        self._reading = deque(entry for entry in self._reading if entry[0] is not job)
 
     @contextmanager
     def _failures(self, jobs: Collection[TextJob]) -> Iterator[None]:
@@ -463,24 +434,6 @@ class Engine:
             failed = Failed(str(error), 422) if isinstance(error, UserError) else Failed(_FAILED)
             for job in jobs:
                 self._end(job, failed)
-
-
-def _num_traced(job: TextJob) -> int:
-    """Return how many of the last tokens are read when attention is computed: one, or those of its segment.
-
-    Empty slots that are attended cannot be limited to what a segment sees, so such a model reads it at once.
-    """
-    return 1 if job.served.is_trimmed else (len(job.input_ids) - 1) % job.served.plan.segment_length + 1
-
-
-def _segments_from_end(length: int, first: int) -> list[int]:
-    """Return the bounds of the segments in which `generate` prefills; before them, `first` tokens are one segment."""
-    return sorted({0, first, *range(length, first, -PREFILL_SEGMENT)})
-
-
-def _segments_from_start(length: int, segment_length: int, first: int) -> list[int]:
-    """Return the bounds of the segments in which `score` reads; before them, `first` tokens are one segment."""
-    return sorted({0, min(first, length), *range(first, length, segment_length), length})
 
 
 def _choose_tokens(
@@ -497,16 +450,16 @@ def _choose_tokens(
     Returns:
         the tokens, and the logits (B, V) or, if the most likely ones were enough, None.
     """
-    model = served.model
+    inference = served.inference
     counts = [one.job.config.num_candidates for one in samples]
     needs_all = None in counts or any(one.job.num_logprobs is not None for one in samples)
     logits_BV = logits_BR = ids_BR = None
     # what is computed for one row must not depend on what others need, unless that saves whole clusters
-    if needs_all or not model.softmax.num_tails:
-        logits_BV = model.logits(hidden_B1D)[:, 0]
+    if needs_all or not inference.config.cutoffs:
+        logits_BV = inference.logits(hidden_B1D)[:, 0]
         is_finite_B = logits_BV.amax(-1).isfinite()
     else:
-        logits_B1R, ids_B1R = model.topk(hidden_B1D, max(count for count in counts if count))
+        logits_B1R, ids_B1R = inference.topk(hidden_B1D, max(count for count in counts if count))
         logits_BR, ids_BR = logits_B1R[:, 0], ids_B1R[:, 0]
         is_finite_B = logits_BR[:, 0].isfinite()
     damaged += [one for one, is_finite in zip(samples, is_finite_B.tolist(), strict=True) if not is_finite]

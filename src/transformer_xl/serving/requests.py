@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from transformer_xl.analysis.attention_maps import require_attention_terms
-from transformer_xl.config import RelativeConfig, UserError, check_settings
+from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.serving.engine import Engine, QueueFullError
 from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
@@ -262,7 +262,7 @@ class RequestRunner:
         """
         served = self.model(body.model)
         try:
-            require_attention_terms(served.model)
+            config = require_attention_terms(served.run.model).config
             memory_length = served.check_memory_length(body.memory_length)
             (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
         except UserError as error:
@@ -272,8 +272,6 @@ class RequestRunner:
         position = len(ids) - 1 if body.position is None else body.position
         if position >= len(ids):
             raise ApiError(400, f"position {position:,}: the prompt has {len(ids):,} tokens", param="position")
-        config = served.model.config
-        assert isinstance(config, RelativeConfig)
         num_seen = min(position + 2, memory_length + served.plan.segment_length)
         if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"

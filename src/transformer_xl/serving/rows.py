@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.key_values import KeyValueCache
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
 
 _MIN_FREE_COLUMNS = 64  # at least as many steps are between two moves of the slots to the front of the storage
@@ -78,16 +78,23 @@ def row_state(memory: Memory, row: int, newest: int, memory_length: int, *, drop
 class RowBatch(Generic[Occupant]):
     """Sequences of one model and one memory length, a batch row each."""
 
-    def __init__(self, memory_length: int, max_rows: int) -> None:
+    def __init__(self, memory: Memory, max_rows: int) -> None:
+        """Make room for sequences.
+
+        Args:
+            memory: an empty memory of batch size 1, like those of the sequences.
+            max_rows: number of rows of the largest batch.
+        """
         self.occupants: list[Occupant | None] = []
         """Who has each row, in order; None for a row that has left since the last step."""
-        self.memory: Memory | None = None
-        """The memory of all rows; None while there are none."""
-        self._memory_length, self._max_rows = memory_length, max_rows
         self._joining: list[tuple[Occupant, Memory, int]] = []
         self._num_read: list[int] = []  # by each row; kept on the host, so that nothing waits for the device
         self._storage: list[tuple[Tensor, Tensor]] = []  # keys and values (R, N, C, H) of each layer
         self._num_zeros = [0] * max_rows  # by each row of the storage: how many of the first columns are zeros
+        layers = [self._with_room(cache, max_rows) for cache in memory.layers]
+        self.memory = replace(memory, layers=tuple(layers))
+        """The memory of all rows."""
+        self._resize(0)
 
     def __len__(self) -> int:
         return sum(occupant is not None for occupant in self.occupants) + len(self._joining)
@@ -116,10 +123,9 @@ class RowBatch(Generic[Occupant]):
         for other, memory, _ in self._joining:
             if other is occupant:
                 return memory, 0
-        assert self.memory is not None
         return self.memory, self.occupants.index(occupant)
 
-    def step(self, model: LanguageModel, token_of: Callable[[Occupant], int]) -> tuple[list[Occupant], Tensor]:
+    def step(self, model: TokenModel, token_of: Callable[[Occupant], int]) -> tuple[list[Occupant], Tensor]:
         """Read one token of each sequence.
 
         Args:
@@ -130,7 +136,6 @@ class RowBatch(Generic[Occupant]):
             the sequences in the order of the rows, and the hidden states (B, 1, D).
         """
         self._settle()
-        assert self.memory is not None
         self._move_to_front(num_new=1)
         rows = [occupant for occupant in self.occupants if occupant is not None]
         device = self.memory.valid_B.device
@@ -147,20 +152,14 @@ class RowBatch(Generic[Occupant]):
             self._fill_from_end(row)
         if not self.occupants and not self._joining:
             return  # the memory stays for those that join later: its pages are slow to get from the system
-        if self.memory is not None and self.memory.batch_size != len(self.occupants):
-            self._resize(len(self.occupants))
-        if self._joining:
-            first, num_old = self._joining[0][1], len(self.occupants)
-            if self.memory is None:
-                self._create(first, len(self._joining))
-            else:
-                self._resize(num_old + len(self._joining))
-            for row, entry in enumerate(self._joining, start=num_old):
-                self.occupants.append(None)
-                self._num_read.append(0)
-                self._join_at(row, *entry)
-            self._joining = []
-        assert self.memory is not None
+        num_old = len(self.occupants)
+        if self.memory.batch_size != num_old + len(self._joining):
+            self._resize(num_old + len(self._joining))
+        for row, entry in enumerate(self._joining, start=num_old):
+            self.occupants.append(None)
+            self._num_read.append(0)
+            self._join_at(row, *entry)
+        self._joining = []
         self.memory = replace(self.memory, min_valid=min(*self._num_read, self.memory.length))
 
     def _holes(self) -> list[int]:
@@ -172,7 +171,6 @@ class RowBatch(Generic[Occupant]):
 
     def _fill_from_end(self, row: int) -> None:
         """Move the last row into a place without a sequence, so that the batch can end before it."""
-        assert self.memory is not None
         last = len(self.occupants) - 1
         occupant = self.occupants[last]
         if occupant is not None and row != last:
@@ -182,7 +180,6 @@ class RowBatch(Generic[Occupant]):
 
     def _write(self, row: int, occupant: Occupant, source: Mapping[str, Tensor], num_read: int) -> None:
         """Copy the tensors of a sequence, without their batch dimension, into a row, with empty slots in front."""
-        assert self.memory is not None
         self.occupants[row], self._num_read[row] = occupant, num_read
         num_filled, slot_dims = self._num_filled(num_read), _slot_dims(self.memory)
         self._clear(row, num_filled)
@@ -199,7 +196,6 @@ class RowBatch(Generic[Occupant]):
 
     def _num_filled(self, num_read: int) -> int:
         """Return how many of the newest slots have a meaning: all of them if empty ones are attended."""
-        assert self.memory is not None
         cache = self.memory.layers[0]
         is_masked = isinstance(cache, KeyValueCache) and not cache.attend_empty
         return min(num_read, self.memory.length) if is_masked else self.memory.length
@@ -209,7 +205,6 @@ class RowBatch(Generic[Occupant]):
 
         What comes after those slots is written before it is attended.
         """
-        assert self.memory is not None
         cache = self.memory.layers[0]
         if not isinstance(cache, KeyValueCache):
             return
@@ -219,34 +214,26 @@ class RowBatch(Generic[Occupant]):
             v_RNCH[row, :, self._num_zeros[row] : start].zero_()
         self._num_zeros[row] = start
 
-    def _create(self, first: Memory, num_rows: int) -> None:
-        """Make room for sequences like the first; their rows are written afterwards."""
-        if not any(isinstance(cache, KeyValueCache) for cache in first.layers):
-            self.memory = first.select([0] * num_rows)
-            return
-        num_columns = self._memory_length + max(_MIN_FREE_COLUMNS, self._memory_length // 4)
-        layers: list[LayerCache] = []
-        for cache in first.layers:
-            assert isinstance(cache, KeyValueCache)
-            _, num_heads, _, d_head = cache.storage.v_BNCH.shape
-            like = cache.storage.v_BNCH
-            # not zeros: what is never written takes no memory
-            v_RNCH = like.new_empty(self._max_rows, num_heads, num_columns, d_head)
-            if like.device.type == "cpu":  # keys are stored as in `key_values.py`
-                k_RNCH = like.new_empty(self._max_rows, num_heads, d_head, num_columns).mT
-            else:
-                k_RNCH = torch.empty_like(v_RNCH)
-            self._storage.append((k_RNCH, v_RNCH))
-            storage = copy(cache.storage)
-            storage.k_BNCH, storage.v_BNCH, storage.num_written = k_RNCH, v_RNCH, self._memory_length
-            layers.append(replace(cache, storage=storage, end=self._memory_length, length=self._memory_length))
-        limits = replace(first.context_limits, memory_length=self._memory_length)
-        self.memory = replace(first, layers=tuple(layers), context_limits=limits)
-        self._resize(num_rows)
+    def _with_room(self, cache: LayerCache, max_rows: int) -> LayerCache:
+        """Return the cache of a layer with storage for the largest batch, if it holds keys and values."""
+        if not isinstance(cache, KeyValueCache):
+            return cache
+        like = cache.storage.v_BNCH
+        _, num_heads, _, d_head = like.shape
+        num_columns = cache.length + max(_MIN_FREE_COLUMNS, cache.length // 4)
+        # not zeros: what is never written takes no memory
+        v_RNCH = like.new_empty(max_rows, num_heads, num_columns, d_head)
+        if like.device.type == "cpu":  # keys are stored as in `key_values.py`
+            k_RNCH = like.new_empty(max_rows, num_heads, d_head, num_columns).mT
+        else:
+            k_RNCH = torch.empty_like(v_RNCH)
+        self._storage.append((k_RNCH, v_RNCH))
+        storage = copy(cache.storage)
+        storage.k_BNCH, storage.v_BNCH, storage.num_written = k_RNCH, v_RNCH, cache.length
+        return replace(cache, storage=storage, end=cache.length)
 
     def _resize(self, num_rows: int) -> None:
         """Let the memory have its first `num_rows` rows; rows that are new have no contents yet."""
-        assert self.memory is not None
         memory = self.memory
         layers: list[LayerCache] = []
         for index, cache in enumerate(memory.layers):
@@ -271,7 +258,6 @@ class RowBatch(Generic[Occupant]):
 
         Appending would copy them to new storage, which would double the memory and have room for these rows only.
         """
-        assert self.memory is not None
         layers: list[LayerCache] = []
         num_filled = max(map(self._num_filled, self._num_read))
         start = self.memory.length - num_filled

@@ -1,13 +1,8 @@
-"""A run that is served: its model in the dtype of matrix products, and the memories that texts are read with.
-
-Shape suffixes: B batch size, M memory slots, P distances.
-"""
+"""A run that is served: its model prepared for inference, what reads its prompts, and the form of their memories."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,21 +10,16 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, RelativeConfig, UserError
-from transformer_xl.device import Precision, resolve_dtype
-from transformer_xl.evaluation.plan import EvaluationPlan, compute_context
-from transformer_xl.generation.batch import PREFILL_SEGMENT
+from transformer_xl.device import Precision
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.inference import InferenceModel
 from transformer_xl.model.baselines.recurrent import RecurrentCache
-from transformer_xl.model.key_values import KeyValueCache
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
-from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, weights_digest
 from transformer_xl.serving.rows import MemoryState
-
-READING_SLICE = 128
-"""Tokens of a prompt that are read between two steps of the sequences that are being generated."""
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}
@@ -41,17 +31,15 @@ class ServedModel:
 
     name: str
     run: Run
-    model: LanguageModel
-    """The model of the run, with its matrices in the dtype of matrix products."""
-    dtype: Precision
+    inference: InferenceModel
+    """The model of the run, prepared in the dtype of matrix products."""
     plan: EvaluationPlan
     """The run's evaluation settings; its memory length is that of requests which name none."""
     max_memory_length: int
     """The longest memory that a request may ask for."""
     weights_sha256: str
     """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
-    _position_keys: list[Any] = field(default_factory=list)  # of each layer
-    _weights_version: int | None = None  # of the weights that these were computed with
+    _no_slots: Memory = field(init=False)  # from which all memories are derived
     _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
 
     @staticmethod
@@ -80,17 +68,10 @@ class ServedModel:
         plan = EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
         longest = max(plan.context_limits.memory_length, max_memory_length or 0)
         run.config.model.check_context_limits(memory_length=longest)
-        device = next(run.model.parameters()).device
-        resolved = resolve_dtype(device, dtype)
-        model = with_matrices_in(run.model, torch.bfloat16) if resolved == "bfloat16" else run.model
-        served = ServedModel(name, run, model, dtype, plan, longest, weights_digest(run, resolved))
+        inference = run.inference(dtype)
+        served = ServedModel(name, run, inference, plan, longest, weights_digest(run, inference.dtype))
         served._prepare()
         return served
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.model.parameters()).device
 
     @property
     def has_memory(self) -> bool:
@@ -98,22 +79,10 @@ class ServedModel:
         return not self.plan.memoryless
 
     @property
-    def is_trimmed(self) -> bool:
-        """Whether memory slots that no token has filled may be left out, without an effect on the results."""
-        config = self.model.config
-        return isinstance(config, RelativeConfig) and not config.attend_empty_memory
-
-    @property
     def attention_shape(self) -> tuple[int, int] | None:
         """Number of layers and of heads whose attention can be shown, or None if it cannot."""
-        model = self.model
+        model = self.run.model
         return (model.config.n_layers, model.config.n_heads) if isinstance(model, TransformerXL) else None
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute in the dtype of this model, in inference mode."""
-        with compute_context(self.device, self.dtype):
-            yield
 
     def check_memory_length(self, memory_length: int | None) -> int:
         """Return the memory length of a request, that of the run if it names none.
@@ -134,62 +103,60 @@ class ServedModel:
         """Return the number of memory slots with which text is generated: without memory, those of one segment."""
         return memory_length or self.run.config.train.num_inputs - 1
 
-    def generation_memory(self, memory_length: int, num_tokens: int) -> Memory:
-        """Return an empty memory to read a prompt with and to generate.
+    def empty_memory(self, num_slots: int) -> Memory:
+        """Return an empty memory of batch size 1 to generate with; all of them share what is derived from weights."""
+        return self._no_slots.resized(num_slots)
+
+    def reader(self, memory_length: int, num_tokens: int, state: MemoryState | None = None) -> Reader:
+        """Return what reads a prompt, after which text is generated.
 
         Args:
             memory_length: the memory length of the request.
-            num_tokens: number of tokens to read; a memory that no token would fill has fewer slots.
-        """
-        limits = self._limits(memory_length)
-        if self.is_trimmed:
-            slots = self.generation_slots(memory_length)
-            return self._empty(self._reading_slots(slots, PREFILL_SEGMENT, num_tokens))
-        segment_length = self.run.config.train.num_inputs
-        return self._with_positions(self.model.generation_memory(1, limits, segment_length=segment_length))
-
-    def scoring_memory(self, memory_length: int, num_tokens: int) -> Memory:
-        """Return an empty memory to score a text with, as `score` does."""
-        if self.is_trimmed:
-            return self._empty(self._reading_slots(memory_length, self.plan.segment_length, num_tokens))
-        return self._with_positions(self.model.inference_memory(1, self._limits(memory_length)))
-
-    def _reading_slots(self, memory_length: int, segment_length: int, num_tokens: int) -> int:
-        """Return the slots with which a segment can be read in slices: those of its tokens too, if they get filled."""
-        # n-gram embeddings know no more earlier tokens than there are slots
-        return min(memory_length + segment_length, max(num_tokens, self.model.config.max_ngram, 1))
-
-    def _empty(self, num_slots: int) -> Memory:
-        return self._with_positions(self.model.inference_memory(1, self._limits(num_slots)))
-
-    def restored(self, state: MemoryState, num_tokens: int) -> Memory:
-        """Return the memory of a state, with room to read `num_tokens` tokens after it.
+            num_tokens: number of tokens to read; a memory that they would not fill has fewer slots.
+            state: the memory that they continue, or None if there is none.
 
         Raises:
             UserError: the state does not fit this model.
         """
-        counts = {"valid": torch.tensor([state.num_valid]), "position": torch.tensor([state.num_read])}
-        if self.is_trimmed:
-            memory = self.model.inference_memory(1, self._limits(state.num_valid))
-        else:
-            memory = self.generation_memory(state.memory_length if self.has_memory else 0, num_tokens)
-        # keys and values have the dtype of matrix products, others that of the model
-        dtypes = {tensor.dtype for tensor in state.tensors.values() if tensor.is_floating_point()}
-        memory = memory.to(dtype=dtypes.pop() if len(dtypes) == 1 else None)
-        memory = memory.with_tensors({**state.tensors, **counts})
-        if not self.is_trimmed:
-            return self._with_positions(memory)
-        slots = self.generation_slots(state.memory_length)
-        segment_length = max(PREFILL_SEGMENT, self.plan.segment_length)
-        needed = self._reading_slots(slots, segment_length, state.num_valid + num_tokens)
-        return self._with_positions(memory.resized(needed))
+        slots, limits_visible = self.generation_slots(memory_length), self.inference.limits_visible
+        num_before = 0 if state is None else state.num_valid
+        memory = self.empty_memory(num_before if limits_visible else slots)
+        if state is not None:
+            counts = {"valid": torch.tensor([state.num_valid]), "position": torch.tensor([state.num_read])}
+            memory = memory.with_tensors({**state.tensors, **counts})
+        if not limits_visible:
+            return Reader(self.inference, memory, segment_length=STRIDE)
+        num_seen = num_before + num_tokens
+        memory = memory.resized(min(slots, num_seen))
+        return Reader(self.inference, memory, segment_length=self.plan.segment_length, partial=num_seen > memory.length)
+
+    def reads_as_score(self, memory_length: int) -> bool:
+        """Return whether `reader` lets each token of a text see what it sees in `score`.
+
+        Not without memory, where `score` has segments alone and text is generated from the newest tokens; nor where
+        empty slots are attended, which makes the results depend on how many tokens are read at once.
+        """
+        config = self.inference.config
+        attends_empty = isinstance(config, RelativeConfig) and config.attend_empty_memory
+        return memory_length > 0 and not attends_empty
+
+    def scoring_reader(self, memory_length: int, num_tokens: int) -> Reader:
+        """Return what reads a text as `score` does, also where `reader` does not; arguments are those of `reader`."""
+        return Reader.begin(
+            self.inference,
+            1,
+            self._limits(memory_length),
+            segment_length=self.plan.segment_length,
+            partial=True,
+            max_tokens=num_tokens,
+        )
 
     def state_shapes(self, state: MemoryState) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the dtype (as safetensors writes it) and shape of each tensor of a state with these counts."""
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape, slot_dim, dtype in self._state_layout:
             if slot_dim is not None:
-                num_slots = state.num_valid if self.is_trimmed else state.memory_length
+                num_slots = state.num_valid if self.inference.limits_visible else state.memory_length
                 shape = (*shape[:slot_dim], num_slots, *shape[slot_dim + 1 :])
             shapes[name] = dtype, shape
         return shapes
@@ -221,47 +188,31 @@ class ServedModel:
 
     def row_bytes(self, memory_length: int) -> int:
         """Return the size of the memory of one sequence, in bytes: a lower bound."""
-        size = 2 if resolve_dtype(self.device, self.dtype) == "bfloat16" else 4
-        return size * min_cache(self.model.config, self.generation_slots(memory_length))
+        size = 2 if self.inference.dtype == "bfloat16" else 4
+        return size * min_cache(self.inference.config, self.generation_slots(memory_length))
 
     def _limits(self, memory_length: int) -> ContextLimits:
         return replace(self.plan.context_limits, memory_length=memory_length)
 
     def _prepare(self) -> None:
-        """Look at the shapes of a state, and project the position keys of all distances, which later memories share.
+        """Look at the form of a memory after the first tokens, and derive all later ones from it.
 
-        Projected when first needed, their last bits would depend on which request came first.
+        They share its position keys, which are those of all distances that any of them needs. Projected when first
+        needed, their last bits would depend on which request came first.
         """
-        probe = self.generation_memory(self.plan.context_limits.memory_length, 1)
-        with self.computing():  # the dtype of keys and values is known after the first token
-            _, probe = self.model(torch.zeros(1, 1, dtype=torch.int64), probe)
+        num_slots = self.max_slots + max(self.plan.segment_length, STRIDE) if self.has_memory else 0
+        memory = self.inference.generation_memory(
+            1, self._limits(num_slots), segment_length=self.run.config.train.num_inputs
+        )
+        _, memory = self.inference([[0, 0]], memory)
         self._state_layout = [
             (f"{name}_{index}", tuple(tensor.shape), _slot_dim(cache), _SAFETENSORS_NAMES[tensor.dtype])
-            for index, cache in enumerate(probe.layers)
+            for index, cache in enumerate(memory.layers)
             for name, tensor in cache.tensors().items()
         ]
-        if probe.recent_BR is not None:
-            self._state_layout.append(("recent", tuple(probe.recent_BR.shape), None, "I64"))
-        segment_lengths = PREFILL_SEGMENT, self.plan.segment_length, self.run.config.train.num_inputs
-        slots = self.max_slots + max(segment_lengths) if self.has_memory else 0
-        memory = self.model.inference_memory(1, self._limits(slots))
-        if not any(isinstance(cache, KeyValueCache) for cache in memory.layers):
-            return
-        with self.computing():
-            _, memory = self.model(torch.zeros(1, READING_SLICE, dtype=torch.int64), memory)
-        self._weights_version = memory.weights_version
-        self._position_keys = [cache.position_keys for cache in memory.layers if isinstance(cache, KeyValueCache)]
-
-    def _with_positions(self, memory: Memory) -> Memory:
-        if not self._position_keys:
-            return memory
-        if memory.weights_version != self._weights_version:
-            raise UserError(f"the weights of {self.name} changed since it is served; serve it again")
-        layers: list[KeyValueCache] = []
-        for cache, keys in zip(memory.layers, self._position_keys, strict=True):
-            assert isinstance(cache, KeyValueCache)
-            layers.append(replace(cache, position_keys=keys))
-        return replace(memory, layers=tuple(layers))
+        if memory.recent_BR is not None:
+            self._state_layout.append(("recent", tuple(memory.recent_BR.shape), None, "I64"))
+        self._no_slots = memory.reset([0]).resized(0)
 
 
 def _slot_dim(cache: LayerCache) -> int | None:

@@ -202,7 +202,7 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
         # ids of tokens; those for n-gram embeddings are one higher
-        bound = served.model.config.vocab_size + (name == "recent")
+        bound = served.inference.config.vocab_size + (name == "recent")
         if not tensor.is_floating_point() and bool(((tensor < 0) | (tensor >= bound)).any()):
             raise UserError(f"the memory in this file has token ids that are not in the vocabulary ({name})")
     return replace(session, state=replace(session.state, tensors=tensors))
@@ -258,7 +258,7 @@ def _counts(values: _StateValues, served: ServedModel) -> MemoryState:
         UserError: its counts are out of range.
     """
     state = MemoryState({}, **values.model_dump())
-    if state.newest >= served.model.config.vocab_size or state.memory_length > served.max_slots:
+    if state.newest >= served.inference.config.vocab_size or state.memory_length > served.max_slots:
         raise UserError("the counts of tokens in this session are out of range")
     if state.num_valid != min(state.num_read, state.memory_length):
         raise UserError("the counts of tokens in this session contradict each other")
