@@ -169,6 +169,6 @@ def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables
     """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
     if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
         return None
-    if choose(model.attn_implementation, model.device, dtype).attend is not native_kernel.attend:
+    if choose(model.attn_implementation or "auto", model.device, dtype).attend is not native_kernel.attend:
         return None
     return decode_tables(model.layers, model.biases(), dtype)

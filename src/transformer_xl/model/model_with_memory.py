@@ -25,6 +25,9 @@ class ModelWithMemory(nn.Module, ABC):
     """The limits of a new memory if none are passed."""
     final_norm: nn.Module
     """LayerNorm after the last layer, or an identity."""
+    attn_implementation: str | None = None
+    """The attention kernel, or `auto`; None for a model without one. Training puts the kernel that a run began with in
+    place of `auto`."""
     layers: nn.ModuleList
     """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
     cache_shapes: dict[type[LayerCache], tuple[int, ...]]

@@ -31,7 +31,7 @@ class RelativeModel(Protocol):
 
     layers: nn.ModuleList
     input_dropout: FastDropout
-    attn_implementation: str
+    attn_implementation: str | None
     context_limits: ContextLimits
     num_recent: int
     owner: int | None
@@ -153,7 +153,7 @@ def attention_context(
         zero_distance_D=None if zero_PD is None else zero_PD[-1],
         mask=AttentionMask(valid_B, num_attended - num_encoded, first_key_BT),
         lengths_B=lengths_B,
-        attend=kernels.choose(model.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
+        attend=kernels.choose(model.attn_implementation or "auto", x_BTD.device, x_BTD.dtype).attend,
         dropout=model.config.attention_dropout if model.training else 0.0,
     )
 

@@ -85,7 +85,6 @@ class RelativeLanguageModel(LanguageModel):
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         self.attn_implementation = relative.check_kernel(config)
-        """The attention kernel, or `auto`. Training puts the kernel that a run began with in place of `auto`."""
         self.cache_shapes = relative.cache_shapes(config)
 
     def biases(self) -> Iterator[Biases | None]:

@@ -31,7 +31,6 @@ from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch, trained_targets
@@ -133,7 +132,7 @@ class Stepper:
             UserError: the device does not support the settings, or parameters to freeze do not exist.
         """
         self.model, self.dataset, self.config, self.device, self.world = model.train(), dataset, config, device, world
-        self._kernel_setting = model.attn_implementation if isinstance(model, TransformerXL) else None
+        self._kernel_setting = model.attn_implementation
         self.use(choose_numerics(self._kernel_setting, device, config.dtype, world))
         if finetune is not None:
             freeze_parameters(model, finetune.freeze)
@@ -155,9 +154,7 @@ class Stepper:
     def use(self, numerics: Numerics) -> None:
         """Train with these implementations from the next step on."""
         self.numerics = numerics
-        if isinstance(self.model, TransformerXL):
-            assert numerics.attn_implementation is not None
-            self.model.attn_implementation = numerics.attn_implementation
+        self.model.attn_implementation = numerics.attn_implementation
 
     def initial_memories(self) -> tuple[Memory, ...]:
         """Return an empty memory for each micro-batch."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.device import autocast, to_device
+from transformer_xl.device import autocast, resolve_dtype, to_device
+from transformer_xl.model.linear import packed_weights
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.text.token_store import Corpus, Tokens
@@ -61,8 +63,12 @@ class Validator:
         device, dataset = memory.valid_B.device, self.dataset
         total, num_scored = 0.0, 0
         pending: list[Tensor] = []
-        model.eval()
-        try:
+        with ExitStack() as stack:
+            model.eval()
+            stack.callback(model.train)
+            if self._config.compile == "none":  # packed weights would make compiled layers compile again
+                is_low = resolve_dtype(device, self._config.dtype) == "bfloat16"
+                stack.enter_context(packed_weights(model, torch.bfloat16 if is_low else torch.float32))
             for index in range(dataset.segments_in(epoch=0)):
                 position = DatasetPosition(segment_index=index)
                 context_length = dataset.context_length(position, self._config.extended_context_length)
@@ -80,8 +86,6 @@ class Validator:
                 estimate = min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.local_batch_size))
                 if should_stop(index + 1, estimate):
                     return None
-        finally:
-            model.train()
         sum_device = device if device.type == "cuda" else "cpu"  # MPS has no float64
         return float(self._world.sum(torch.tensor(total, dtype=torch.float64, device=sum_device)))
 
