@@ -19,6 +19,7 @@ from environment import command, commit, cpu_model, positive, results_file, say,
 
 from transformer_xl import TransformerXL, TransformerXLConfig
 from transformer_xl.generation.batch import BatchGenerator
+from transformer_xl.inference import prepare_inference
 
 MODEL = {"n_layers": 6, "d_model": 256, "n_heads": 4, "d_ff": 1024, "dropout": 0.0}
 PART = 1000  # tokens that are timed together
@@ -29,7 +30,7 @@ def measure(num_tokens: int, memory_length: int) -> dict[str, Any]:
     torch.manual_seed(3)
     model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=memory_length).eval()
     prompt = torch.randint(256, (memory_length + PART,)).tolist()
-    generator = BatchGenerator(model, [prompt])
+    generator = BatchGenerator(prepare_inference(model), [prompt])
     seconds = []
     for index in range(num_tokens // PART):
         start = time.perf_counter()

@@ -33,6 +33,8 @@ class ForcedTokens:
 class RecordedModel:
     """A model that records the number of tokens of each call (in `lengths`, for each row) and its last memory."""
 
+    training = False
+
     def __init__(self, model: TokenModel) -> None:
         self.recorded, self.lengths = model, []
 

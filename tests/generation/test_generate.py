@@ -94,6 +94,14 @@ def test_run_trained_without_memory_attends_to_a_segment(make_model) -> None:
     for memory_length in (None, 0):
         completion = generate(run, "the", max_new_tokens=16, greedy=True, memory_length=memory_length)
         assert bytes(completion.token_ids) == text[4:]
+    # so does each token of a longer prompt
+    prompt, model = b"the cat sat on the mat and looked at the dog", run.inference()
+    memory = model.generation_memory(1, segment_length=20)
+    for token in b"\n" + prompt:
+        hidden_BTD, memory = model([[token]], memory)
+    completion = generate(run, prompt, GenerationConfig(max_new_tokens=1, greedy=True, logprobs=True))
+    expected = -float(model.nats(hidden_BTD, [completion.token_ids]))
+    assert completion.logprob == pytest.approx(expected, abs=1e-10)
 
 
 def test_seed_determines_the_text(run: Run) -> None:

@@ -115,3 +115,16 @@ def test_models_without_memory_predict_from_as_much_as_fits_a_segment(architectu
             hidden_BTD, _ = model(torch.tensor([text[max(0, position - 7) : position]]))
             expected += float(model.nats(hidden_BTD[:, -1:], [[text[position]]]))
         np.testing.assert_allclose(score.nats, expected, **CLOSE)
+
+
+def test_transformer_xl_without_memory_sees_as_much_as_fits_a_segment() -> None:
+    """In each layer, wherever a token is in its text, as if the tokens were read one by one."""
+    model, plan = make({}, memory_length=0), replace(PLAN, context_limits=ContextLimits(0), batch_size=4)
+    for continuation, score in zip(requests(), score_continuations(model, requests(), plan), strict=True):
+        text, expected = [*continuation.context_ids, *continuation.token_ids], 0.0
+        memory = model.generation_memory(1, ContextLimits(0), segment_length=7)  # of 6 slots
+        for position in range(len(text) - 1):
+            hidden_BTD, memory = model([[text[position]]], memory)
+            if position + 1 >= len(continuation.context_ids):
+                expected += float(model.nats(hidden_BTD, [[text[position + 1]]]))
+        np.testing.assert_allclose(score.nats, expected, **CLOSE)

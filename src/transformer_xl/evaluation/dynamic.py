@@ -26,12 +26,13 @@ from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.memory import TextSequence, segment_tensors
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import min_activations, min_cache
 
 
-def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
+def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
     """Yield the loss of every token once, in text order; the trained weights are restored at the end.
 
     With `reset_memory` the trained weights are also restored at the start of each document.
@@ -40,6 +41,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
         UserError: the weights are those of `to_int8`, the batch size is above 1, `warmup_tokens` is set, the training
             text for rms is missing, or losses are not finite.
     """
+    assert isinstance(model, LanguageModel), "the weights of a prepared model are fixed"
     if plan.batch_size not in (None, 1):
         raise UserError(f"batch-size {plan.batch_size}: method dynamic reads one sequence; give 1")
     if plan.warmup_tokens is not None:
