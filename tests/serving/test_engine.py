@@ -1,18 +1,21 @@
 """Requests that run together give the texts of `generate` and the log-probabilities of `score`, as each does alone.
 
 The runs have random weights; their memory of 11 tokens is shorter than most texts here.
+
+Shape suffixes: B batch size (1), D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import queue
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import MODELS
+from runs import MEMORY, MODELS
 from servers import make_run
 
 from transformer_xl.analysis.attention_maps import trace_attention
@@ -20,6 +23,8 @@ from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate
+from transformer_xl.generation.sampling import sample
+from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.serving import engine as engine_module
 from transformer_xl.serving.engine import Engine, QueueFullError
@@ -61,6 +66,38 @@ def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: An
     return TextJob(served, ids, config, max_tokens, listener.lists.put, **options), listener
 
 
+def plainly_generated(
+    served: ServedModel, token_ids: list[int], config: GenerationConfig, number: int, memory: Memory | None = None
+) -> tuple[list[int], list[float], Memory]:
+    """Read tokens segment by segment, and generate after them; the memory has not read the newest token yet."""
+    inference, plan, tokens, logprobs = served.inference, served.plan, list[int](), list[float]()
+    if memory is None:
+        memory = inference.generation_memory(1, plan.context_limits, segment_length=served.run.config.train.num_inputs)
+    width = plan.segment_length if inference.limits_visible else 512
+    for start in range(0, len(token_ids), width):
+        hidden_BTD, memory = inference(torch.tensor([token_ids[start : start + width]]), memory)
+        hidden_B1D = hidden_BTD[:, -1:]
+    generator = torch.Generator().manual_seed(config.seed)
+    for index in range(number):
+        if index:
+            hidden_B1D, memory = inference(torch.tensor([tokens[-1:]]), memory)
+        logits_BV = inference.logits(hidden_B1D)[:, 0]
+        chosen_BV, ids_BV = logits_BV.topk(config.num_candidates or logits_BV.shape[1], sorted=True)
+        if config.num_candidates is None:
+            chosen_BV, ids_BV = logits_BV, torch.arange(logits_BV.shape[1])[None]
+        tokens.append(int(ids_BV[0, sample(chosen_BV, config, [generator])]))
+        logprobs.append(float(logits_BV.log_softmax(-1)[0, tokens[-1]]))
+    return tokens, logprobs, memory
+
+
+def ids_of(tokens: list[ScoredToken]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def logprobs_of(tokens: list[ScoredToken]) -> Any:
+    return pytest.approx([token.logprob for token in tokens], abs=1e-4)
+
+
 @pytest.fixture
 def engines(tmp_path: Path):
     """Returns a function that makes a run with a name of MODELS, and starts an engine for it."""
@@ -90,10 +127,12 @@ def test_requests_together_equal_generate(engines, name: str) -> None:
     for job, listener in made:
         text, tokens, end = listener.wait()
         assert isinstance(end, Finished)
-        expected = generate(run, job.prompt_ids, job.config, logprobs=True)
-        assert text == expected.text
-        assert [token.token_id for token in tokens] == list(expected.token_ids)
-        assert [token.logprob for token in tokens] == pytest.approx(expected.logprobs, abs=1e-4)
+        expected_ids, logprobs, _ = plainly_generated(served, job.input_ids, job.config, job.max_tokens)
+        assert ids_of(tokens) == expected_ids
+        assert logprobs == logprobs_of(tokens)
+        if len(job.input_ids) <= MEMORY or not served.inference.limits_visible:
+            expected = generate(run, job.prompt_ids, job.config, logprobs=True)
+            assert (text, ids_of(tokens)) == (expected.text, list(expected.token_ids))
         assert all(token.logprob <= token.top[0][1] for token in tokens)
     assert engine.counters.step_rows / engine.counters.steps > 2, "they did not run together"
 
@@ -112,6 +151,40 @@ def test_prompts_are_scored_as_by_score(engines, name: str, memory_length: int |
         (expected,) = score(run, run.tokenizer.decode_bytes(job.prompt_ids), **options)
         assert [token.token_id for token in job.prompt_tokens] == job.prompt_ids
         assert [token.logprob for token in job.prompt_tokens] == pytest.approx(list(-expected.nats_K), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("memory_length", [None, 0])
+def test_completion_is_the_same_whatever_else_is_asked_for(engines, name: str, memory_length: int | None) -> None:
+    """And the prompt is read once, unless `score` and `generate` see different tokens."""
+    _, served, engine = engines(name)
+    length = served.check_memory_length(memory_length)
+    for index, text in enumerate(TEXTS):
+        found: list[tuple[list[ScoredToken], int]] = []
+        for options in ({}, {"score_prompt": True}, {"score_prompt": True, "keep_state": True}):
+            num_before = engine.counters.prompt_tokens
+            job, listener = make_job(served, text, 9, seed=index, memory_length=length, **options)
+            engine.submit(job)
+            found.append((listener.wait()[1], engine.counters.prompt_tokens - num_before))
+        num_inputs = len(job.input_ids)
+        is_twice = not length or name == "attends to empty memory"
+        assert [number for _, number in found] == [num_inputs] + 2 * [num_inputs + is_twice * (num_inputs - 1)]
+        assert found[0][0] == found[1][0] == found[2][0]
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "n-grams", "window"])
+def test_slices_of_any_size_give_the_same(engines, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, served, engine = engines(name)
+    found: list[tuple[list[ScoredToken], list[ScoredToken]]] = []
+    for size in (128, 1, 3, 7, 50):
+        monkeypatch.setattr(engine_module, "READING_SLICE", size)
+        job, listener = make_job(served, LONG, 9, score_prompt=True)
+        engine.submit(job)
+        found.append((listener.wait()[1], job.prompt_tokens))
+    for parts in found[1:]:
+        for actual, expected in zip(parts, found[0], strict=True):
+            assert ids_of(actual) == ids_of(expected)
+            assert [token.logprob for token in actual] == logprobs_of(expected)
 
 
 @pytest.mark.parametrize("name", ["transformer-xl", "n-grams", "window", "shaw", "attends to empty memory"])
@@ -158,25 +231,26 @@ def test_contents_of_neighbours_change_no_bit(engines, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm", "qrnn", "vaswani"])
-def test_state_continues_as_memory_of_generate(engines, name: str) -> None:
-    """The memory that a job keeps gives the same text as that of a stream, also after many other rows have moved."""
-    from transformer_xl.generation.generate import stream
-
-    run, served, engine = engines(name, max_rows=4)
-    for first_length in (1, 25):
+def test_state_continues_its_text(engines, name: str) -> None:
+    """Its newest token is the first of a segment, also after many other rows have moved."""
+    _, served, engine = engines(name, max_rows=4)
+    for first_length in (0, 1, 25):
         others = [make_job(served, text, 3 + 5 * index, seed=9) for index, text in enumerate(TEXTS)]
         job, listener = make_job(served, "A first line", first_length, seed=4, keep_state=True)
         engine.submit(others[0][0], job, *(other for other, _ in others[1:]))
         state = listener.wait()[2].state
-        source = stream(run, "A first line", max_new_tokens=first_length, seed=4, top_k=None)
-        list(source)
-        next_job, listener = make_job(served, "and more", 25, seed=5, state=state, score_prompt=False)
+        read = job.input_ids if first_length else job.input_ids[:-1]
+        first_ids, _, memory = plainly_generated(served, read, job.config, first_length)
+        assert state.newest == [*job.input_ids, *first_ids][-1]
+        next_job, listener = make_job(served, LONG[:60], 25, seed=5, state=state, score_prompt=True)
         engine.submit(next_job)
-        text, tokens, _ = listener.wait()
-        memory = source.memory()
-        expected = generate(run, "and more", max_new_tokens=25, seed=5, top_k=None, memory=memory, add_bos_token=False)
-        assert text == expected.text
-        assert [token.token_id for token in tokens] == list(expected.token_ids)
+        _, tokens, _ = listener.wait()
+        expected_ids, logprobs, _ = plainly_generated(
+            served, [state.newest, *next_job.prompt_ids], next_job.config, 25, memory
+        )
+        assert ids_of(tokens) == expected_ids
+        assert logprobs == logprobs_of(tokens)
+        assert ids_of(next_job.prompt_tokens) == next_job.prompt_ids
 
 
 def test_long_prompt_does_not_stall_others(engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +258,14 @@ def test_long_prompt_does_not_stall_others(engines, monkeypatch: pytest.MonkeyPa
     _, served, engine = engines()
     long_job, long_listener = make_job(served, LONG * 20, 1)
     short_job, short_listener = make_job(served, "short", 5)
-    slices: list[int] = []
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda reading: slices.append(read(reading)) or slices[-1])
+    numbers = [0]
+    next_round = engine._round
+    monkeypatch.setattr(engine, "_round", lambda: (next_round(), numbers.append(engine.counters.prompt_tokens)))
     engine.submit(long_job, short_job)
     short_listener.wait()
     assert long_listener.lists.empty()
     long_listener.wait()
-    assert max(slices) <= engine_module.READING_SLICE
+    assert max(after - before for before, after in pairwise(numbers)) < 2 * engine_module.READING_SLICE
 
 
 def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +381,3 @@ def test_stop_string_cuts_text_and_tokens(engines) -> None:
     assert text == free.text[: free.text.index(stop)]
     assert [token.token_id for token in tokens] == list(free.token_ids[: len(tokens)])
     assert run.tokenizer.decode([token.token_id for token in tokens]) == text
-
-
-def test_position_keys_of_earlier_weights_are_not_used(tmp_path: Path) -> None:
-    """The server computes them once for all memories, and its checksum of the weights is that of then."""
-    served = ServedModel.create("model", make_run(tmp_path / "run"))
-    served.generation_memory(7, num_tokens=3)
-    with torch.no_grad():
-        served.run.model.layers[0].attention.r_proj.weight.add_(1)
-    for make in (served.generation_memory, served.scoring_memory):
-        with pytest.raises(UserError, match="the weights of model changed since it is served; serve it again"):
-            make(7, num_tokens=3)
