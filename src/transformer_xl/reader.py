@@ -144,13 +144,15 @@ class Reader:
         """
         num_new, device = tokens_BT.shape[1], self.model.device
         counts = [num_new] * len(self.num_read) if lengths is None else list(lengths)
-        arguments: dict[str, Tensor] = {}
+        ids_BT, arguments = tokens_BT.to(device), dict[str, Tensor]()
+        if tokens_BT.is_floating_point():
+            ids_BT, arguments = None, {"inputs_BTD": ids_BT}
         is_padded = min(counts) < num_new
         if is_padded:
             arguments["lengths_B"] = torch.tensor(counts, device=device)
         if self._must_limit(counts):
             arguments["visible_BT"] = self._visible(counts, num_new).to(device)
-        hidden_BTD, self._memory = self.model(tokens_BT.to(device), self._memory, **arguments)
+        hidden_BTD, self._memory = self.model(ids_BT, self._memory, **arguments)
         last_B1D = hidden_BTD[:, -1:]
         if self.last_hidden_B1D is not None and not all(counts):
             is_new_B11 = torch.tensor([count > 0 for count in counts], device=device)[:, None, None]

@@ -5,6 +5,7 @@ Shape suffixes: B batch rows.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import Cache
 from typing_extensions import override
 
 from transformer_xl.config import UserError
+from transformer_xl.integrations.huggingface.preparation import Preparation
 from transformer_xl.model.memory import Memory
 
 
@@ -20,18 +22,20 @@ class MemoryCache(Cache):
     """`past_key_values` of our models.
 
     `forward` replaces its `memory` by the next one, as other caches are extended in place. The memory itself is never
-    changed: `MemoryCache(cache.memory, cache.num_columns)` continues from here again.
+    changed: `copy.copy(cache)` continues from here again.
     """
 
-    def __init__(self, memory: Memory | None = None, num_columns: int = 0) -> None:
-        """Hold a memory.
-
-        Args:
-            memory: the memory of earlier tokens, or None if there are none.
-            num_columns: number of columns of the input that it has read, padding included.
-        """
+    def __init__(self) -> None:
+        """Begin without a memory."""
         super().__init__(layers=[])
-        self.memory, self.num_columns = memory, num_columns
+        self.memory: Memory | None = None
+        """The memory of earlier tokens, or None if there are none."""
+        self.num_columns = 0
+        """Number of columns of the input that were read, padding included."""
+        self.preparation: Preparation | None = None
+        """What computed the memory and continues it, or None if the model itself does."""
+        self.is_checked = False
+        """Whether `generate` has just compared the weights, so that the next call need not; it sets it for each."""
 
     @override
     def __repr__(self) -> str:
@@ -45,11 +49,11 @@ class MemoryCache(Cache):
         return True  # also without memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
-        return MemoryCache(self.memory, self.num_columns)  # the memory is a value
+        return copy.copy(self)  # the memory is a value
 
-    def advance(self, memory: Memory, num_columns: int) -> None:
-        """Hold the memory after `num_columns` more columns of the input."""
-        self.memory, self.num_columns = memory, self.num_columns + num_columns
+    def advance(self, memory: Memory, num_columns: int, preparation: Preparation | None) -> None:
+        """Hold the memory after `num_columns` more columns of the input, which `preparation` computed."""
+        self.memory, self.num_columns, self.preparation = memory, self.num_columns + num_columns, preparation
 
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -65,7 +69,7 @@ class MemoryCache(Cache):
 
     @override
     def reset(self) -> None:
-        self.memory, self.num_columns = None, 0
+        self.memory, self.num_columns, self.preparation = None, 0, None
 
     @override
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,13 +1,12 @@
 """Our models as a causal language model of transformers 5.
 
-Shape suffixes: B batch rows, T columns of the input, D model width, V vocabulary, K columns with logits.
+Shape suffixes: B batch rows, T columns of the input, D model width, L layers, V vocabulary, K columns with logits.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -20,12 +19,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName
-from transformer_xl.config import RelativeConfig, UserError
-from transformer_xl.generation.batch import PREFILL_SEGMENT
+from transformer_xl.config import UserError
+from transformer_xl.inference import TokenModel
 from transformer_xl.integrations.huggingface.cache import MemoryCache
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
-from transformer_xl.integrations.huggingface.padding import Padding, Segment, cut, put_back, read_mask
+from transformer_xl.integrations.huggingface.padding import Padding, read_columns, read_mask
+from transformer_xl.integrations.huggingface.preparation import Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.interop import huggingface as transfo_xl
 from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
@@ -35,6 +35,7 @@ from transformer_xl.model.cross_entropy import cross_entropy
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids
+from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, load
 
 _IGNORED = -100  # the label that marks a position without a loss
@@ -53,6 +54,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     ]
 
     config: PretrainedTransformerXLConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+    _inference: Preparation | None = None
 
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights."""
@@ -73,12 +75,12 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        prefill: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits of the next token at every position.
 
-        Rows longer than a segment are read in segments, and memory connects them; gradients stay within a segment.
+        Rows longer than a segment are read in segments, and memory connects them; gradients stay within a segment. In
+        evaluation mode without gradients a prepared model reads them, which is kept until the weights change.
 
         Args:
             input_ids: token ids (B, T).
@@ -86,7 +88,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
                 them. Padding is on the left, or without a cache on the right.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
             past_key_values: a `MemoryCache`, which holds the next memory afterwards, or None if there is nothing before
-                these tokens.
+                these tokens. An empty one says that they are a text to continue, as `generate` does; a model without
+                memory then keeps its newest tokens.
             labels: the tokens themselves (B, T); each position is scored with the next one, and -100 is not scored.
             use_cache: whether to return the memory; None means the configuration's `use_cache` in evaluation mode, and
                 no in training mode or if rows are padded on the right.
@@ -94,8 +97,6 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: number of last positions to compute logits for, 0 for all; or their indices.
             return_dict: whether to return a CausalLMOutputWithPast; otherwise a tuple.
             num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
-            prefill: read the input as our own `generate` reads a prompt: segments are counted from its end, and a model
-                without memory keeps tokens instead. `generate` sets it.
             kwargs: `shift_labels`, labels that are shifted already, in place of `labels` (Trainer takes every named
                 argument with labels for one that it must give). Others must be None: they mean nothing here.
 
@@ -121,32 +122,41 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         keeps_memory = self._keeps_memory(use_cache, cache, padding)
         if input_ids is not None:
             inputs = self._without_padding_ids(input_ids, attention_mask)
-        lengths_B = padding.lengths_B if padding is not None and padding.side == "left" else None
-        limit = PREFILL_SEGMENT if prefill else self.config.rows_segment_length(training=self.training)
-        segments = list(cut(inputs.shape[1], limit, lengths_B, from_end=prefill))
-        if cache is not None and cache.memory is not None:
-            memory = cache.memory
-        else:
-            memory = self._new_memory(inputs, segments, keeps_memory=keeps_memory, prefill=prefill)
+        has_gradients = torch.is_grad_enabled() and (
+            inputs.requires_grad or any(parameter.requires_grad for parameter in self.model.parameters())
+        )
+        preparation = self._preparation(cache, has_gradients=has_gradients)
+        model = self.model if preparation is None else preparation.inference
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        if isinstance(memory, TokenMemory) and (output_hidden_states or inputs_embeds is not None):
+        lengths = padding.lengths if padding is not None and padding.side == "left" else None
+        reader, num_at_once = self._begin(
+            cast(TokenModel, _AllLayers(model)) if output_hidden_states else model,
+            cache,
+            batch_size=len(inputs),
+            num_tokens=inputs.shape[1] if lengths is None else max(lengths),
+            keeps_memory=keeps_memory,
+            has_gradients=has_gradients,
+        )
+        if isinstance(reader.memory, TokenMemory) and (output_hidden_states or inputs_embeds is not None):
             what = "output_hidden_states" if output_hidden_states else "inputs_embeds"
             raise UserError(
                 f"{self.config.architecture} has no memory, so generate reads its last token ids again and cannot have "
                 f"{what}; leave it out" + (", or pass use_cache=False" if output_hidden_states else "")
             )
-        states_BTD, memory = self._read(inputs, segments, memory, all_states=output_hidden_states)
+        if inputs_embeds is not None:
+            inputs = inputs * self.model.config.d_model**0.5  # embeddings of the table; the model's inputs are scaled
+        states_BTD = read_columns(reader, inputs, lengths, num_at_once).split(self.model.config.d_model, dim=-1)
         if keeps_memory:
             cache = MemoryCache() if cache is None else cache
-            cache.advance(self._with_all_slots(memory), inputs.shape[1])
+            cache.advance(reader.memory, inputs.shape[1], preparation)
         targets_BT = _targets(labels, shift_labels, padding)
-        loss, logits_BKV = self._head(states_BTD[-1], logits_to_keep, targets_BT, num_items_in_batch)
+        loss, logits_BKV = self._head(model, states_BTD[-1], logits_to_keep, targets_BT, num_items_in_batch)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits_BKV,
             past_key_values=cache if keeps_memory else None,
-            hidden_states=tuple(states_BTD) if output_hidden_states else None,
+            hidden_states=states_BTD if output_hidden_states else None,
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -192,50 +202,68 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             return cache is not None or bool(self.config.use_cache and not self.training and not is_right)
         return bool(use_cache)
 
-    def _new_memory(self, inputs: Tensor, segments: list[Segment], *, keeps_memory: bool, prefill: bool) -> Memory:
-        """Return an empty memory, of no more slots than these segments can fill."""
-        batch_size, num_columns = inputs.shape[:2]
-        limits = self.config.context_limits(training=self.training and not prefill)
-        if prefill and keeps_memory:
-            return self.model.generation_memory(batch_size, limits, segment_length=self.config.segment_length)
-        config = self.model.config
-        if not (isinstance(config, RelativeConfig) and config.attend_empty_memory):
-            last = segments[-1].columns
-            num_last = last.stop - last.start if isinstance(last, slice) else 1
-            used = num_columns if keeps_memory else num_columns - num_last
-            limits = replace(limits, memory_length=min(limits.memory_length, used))
-        has_gradients = torch.is_grad_enabled() and (
-            inputs.requires_grad or any(parameter.requires_grad for parameter in self.model.parameters())
-        )
-        make = self.model.initial_memory if has_gradients else self.model.inference_memory
-        return make(batch_size, limits)
+    def _preparation(self, cache: MemoryCache | None, *, has_gradients: bool) -> Preparation | None:
+        """Return the prepared model that reads the inputs, or None where the model itself does.
 
-    def _with_all_slots(self, memory: Memory) -> Memory:
-        """Return the memory with as many slots as the settings say, if it has fewer."""
-        length = self.config.context_limits(training=self.training).memory_length
-        return memory.resized(length) if memory.length < length else memory
+        Raises:
+            UserError: the cache is of other weights than the model has now, or gradients are to be computed through it.
+        """
+        if cache is not None and cache.memory is not None:
+            preparation, is_checked, cache.is_checked = cache.preparation, cache.is_checked, False
+            if preparation is None:
+                return None
+            if has_gradients:
+                raise UserError("a KV cache passes no gradient; continue it under torch.no_grad()")
+            if not (is_checked or preparation.is_current(self.model)):
+                raise UserError(
+                    "this memory holds keys and values of other weights than the model has now; begin with a new "
+                    "MemoryCache()"
+                )
+            return preparation
+        dtype = None if has_gradients or getattr(self, "_is_replica", False) else preparable_dtype(self.model)
+        if dtype is None:
+            return None
+        found = self._inference
+        if found is None or found.inference.dtype != dtype or not found.is_current(self.model):
+            self._inference = found = Preparation.of(self.model, dtype)
+        return found
 
-    def _read(
-        self, inputs: Tensor, segments: list[Segment], memory: Memory, *, all_states: bool
-    ) -> tuple[list[Tensor], Memory]:
-        """Return the hidden states of all layers (or of the last one only), and the memory after the last segment."""
-        parts: list[list[tuple[Segment, Tensor]]] = []
-        for segment in segments:
-            part = segment.select(inputs)
-            is_ids = not part.is_floating_point()
-            arguments: dict[str, Any] = {"lengths_B": segment.lengths_B}
-            # embeddings are those of the table; the model's inputs are scaled
-            arguments |= {"tokens_BT": part} if is_ids else {"inputs_BTD": part * self.model.config.d_model**0.5}
-            if all_states:
-                states_BTD, memory = self.model.hidden_states(memory=memory, **arguments)
-            else:
-                hidden_BTD, memory = self.model(memory=memory, **arguments)
-                states_BTD = [hidden_BTD]
-            parts.append([(segment, state_BTD) for state_BTD in states_BTD])
-        return [put_back(list(layer), inputs.shape[1]) for layer in zip(*parts, strict=True)], memory
+    def _begin(
+        self,
+        model: TokenModel,
+        cache: MemoryCache | None,
+        *,
+        batch_size: int,
+        num_tokens: int,
+        keeps_memory: bool,
+        has_gradients: bool,
+    ) -> tuple[Reader, int]:
+        """Return rows that read the inputs, after the cache or from nothing, and the number of tokens to read at once.
+
+        An empty cache means text to continue. It is read as any text is, except by a model that cannot limit what each
+        token sees: one that attends to empty memory reads as much as it can at once, and one without memory keeps
+        tokens.
+        """
+        config, segment_length = self.config, self.config.rows_segment_length(training=self.training)
+        is_continued = cache is not None and not has_gradients
+        if is_continued and not model.limits_visible:
+            segment_length = STRIDE
+        at_once = 1 if has_gradients or not model.limits_visible else max(1, STRIDE // segment_length)
+        num_at_once = at_once * segment_length  # with gradients one segment, within which they stay
+        memory = None if cache is None else cache.memory
+        limits = config.context_limits(training=self.training)
+        if memory is None and is_continued and not limits.memory_length:
+            memory = model.generation_memory(batch_size, limits, segment_length=config.segment_length)
+        if memory is not None:
+            return Reader(model, memory, segment_length=segment_length), num_at_once
+        # slots for the tokens before the last step at least, which are none for a short row
+        max_tokens = num_tokens if keeps_memory else max(0, num_tokens - 1) // num_at_once * num_at_once
+        reader = Reader.begin(model, batch_size, limits, segment_length=segment_length, max_tokens=max_tokens)
+        return reader, num_at_once
 
     def _head(
         self,
+        model: TokenModel,
         hidden_BTD: Tensor,
         logits_to_keep: int | Tensor,
         targets_BT: Tensor | None,
@@ -244,17 +272,17 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the loss and the logits."""
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if targets_BT is None:
-            return None, self.model.logits(hidden_BTD[:, kept])
+            return None, model.logits(hidden_BTD[:, kept])
         is_scored_BT = targets_BT != _IGNORED
         targets_BT = as_token_ids(targets_BT.masked_fill(~is_scored_BT, 0), self.model.config.vocab_size, "labels")
         # an adaptive softmax needs no logits for its loss, and those of all words would take more memory than all else
         logits_BKV = None
         if not (self.training and self.model.softmax.num_tails):
-            logits_BKV = self.model.logits(hidden_BTD[:, kept])
+            logits_BKV = model.logits(hidden_BTD[:, kept])
         if logits_BKV is not None and not self.model.softmax.num_tails and logits_BKV.shape[1] == hidden_BTD.shape[1]:
             losses_BT = cross_entropy(logits_BKV.flatten(0, 1), targets_BT.flatten()).view(targets_BT.shape)
         else:
-            losses_BT = self.model.nats(hidden_BTD, targets_BT)
+            losses_BT = model.nats(hidden_BTD, targets_BT)
         count = is_scored_BT.sum() if num_items is None else num_items
         if isinstance(count, Tensor):
             count = count.to(losses_BT.device)
@@ -273,7 +301,11 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the arguments of `forward` for the next step of `generate`."""
         kwargs.pop("tokenizer", None)  # for `stop_strings`; `generate` passes it on here too
-        inputs = super().prepare_inputs_for_generation(  # pyrefly: ignore[bad-argument-type]
+        if is_first_iteration and past_key_values is None and kwargs.get("use_cache"):
+            past_key_values = MemoryCache()
+        if isinstance(past_key_values, MemoryCache):
+            past_key_values.is_checked = not is_first_iteration
+        return super().prepare_inputs_for_generation(  # pyrefly: ignore[bad-argument-type]
             cast(Any, input_ids),
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
@@ -282,12 +314,11 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        return {**inputs, "prefill": True}
 
     @classmethod
     @override
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes the cache
+        return False  # `prepare_inputs_for_generation` makes it
 
     @override
     @torch.no_grad()
@@ -309,6 +340,19 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         for parameter, value in zip(parameters, saved, strict=True):
             if value is not None:
                 parameter.copy_(value)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; in training, nothing prepared for inference takes memory."""
+        if mode:
+            self._inference = None
+        return super().train(mode)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name != "_inference"
+        }  # copies prepare their own
 
     @override
     def get_input_embeddings(self) -> nn.Module:
@@ -450,6 +494,20 @@ def from_run(
     return model.eval(), TransformerXLTokenizer(tokenizer=run.tokenizer)
 
 
+class _AllLayers:
+    """A model whose hidden states are those of all layers side by side, (B, T, (L + 1) * D)."""
+
+    def __init__(self, model: TokenModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Memory]:
+        states_BTD, memory = self._model.hidden_states(*args, **kwargs)
+        return torch.cat(states_BTD, dim=-1), memory
+
+
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Padding | None) -> Tensor | None:
     """Return the target of each position (B, T), -100 where it has none, or None without labels.
 
@@ -462,7 +520,7 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Paddin
     if padding is None or padding.side == "right":
         return shift_labels
     width = shift_labels.shape[1]
-    is_padding_BT = torch.arange(width, device=shift_labels.device) < width - padding.lengths_B[:, None]
+    is_padding_BT = torch.arange(width) < width - torch.tensor(padding.lengths)[:, None]
     return shift_labels.masked_fill(is_padding_BT.to(shift_labels.device), _IGNORED)
 
 

@@ -1,19 +1,19 @@
-"""Reads attention masks: which columns of a batch are padding, and how its rows are cut into segments.
+"""Batches with padding: which columns an attention mask marks as padding, and how rows of unequal lengths are read.
 
-Shape suffixes: B batch rows, T columns of the input, P columns of a segment, X any size.
+Shape suffixes: B batch rows, T columns of the input, P columns of a step, D model width, K tokens of a step, X any
+size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
+from transformer_xl.reader import Reader
 
 PaddingSide = Literal["left", "right"]
 
@@ -23,7 +23,7 @@ class Padding:
     """The padding of a batch, all on one side."""
 
     side: PaddingSide
-    lengths_B: Tensor
+    lengths: list[int]
     """Number of columns of each row that are not padding."""
 
 
@@ -47,87 +47,54 @@ def read_mask(attention_mask: Tensor, num_new: int, num_past: int) -> Padding | 
     if bool(is_token_BT.all()):
         return None
     change_BT = is_token_BT[:, 1:].int() - is_token_BT[:, :-1].int()
-    lengths_B = is_token_BT.sum(1)
+    lengths = is_token_BT.sum(1).tolist()
     if not bool((change_BT < 0).any()):
-        return Padding("left", lengths_B)
+        return Padding("left", lengths)
     if not bool((change_BT > 0).any()):
-        return Padding("right", lengths_B)
+        return Padding("right", lengths)
     raise UserError(
         "attention_mask has padding between tokens, or rows padded on different sides; pad all rows on the left "
         "(or all on the right, without a cache)"
     )
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Columns of the input that the model reads at once."""
-
-    columns: slice | Tensor
-    """The columns, equal in all rows, or of each row (B, P)."""
-    lengths_B: Tensor | None
-    """Number of columns of each row that are not padding, which comes first, or None if there is none."""
-
-    def select(self, x_BTX: Tensor) -> Tensor:
-        """Return the segment's columns of ids or embeddings."""
-        if isinstance(self.columns, slice):
-            return x_BTX[:, self.columns]
-        return x_BTX[torch.arange(len(x_BTX), device=x_BTX.device)[:, None], self.columns]
-
-
-def cut(num_columns: int, segment_length: int, lengths_B: Tensor | None, *, from_end: bool) -> Iterator[Segment]:
-    """Yield the segments in which a batch is read.
-
-    They are counted from the start of each row's tokens, or from the end, so a row is cut at the same tokens whatever
-    the padding.
+def read_columns(reader: Reader, inputs_BTX: Tensor, lengths: list[int] | None, num_at_once: int) -> Tensor:
+    """Return the hidden states of a batch (B, T, D), 0 for padding.
 
     Args:
-        num_columns: T.
-        segment_length: number of columns of a segment, at most.
-        lengths_B: number of columns of each row that are not padding, which comes first, or None if there is none.
-        from_end: count segments from the end, where padded rows are aligned.
+        reader: rows that read the batch; they are after it then.
+        inputs_BTX: token ids (B, T), or inputs of the first layer (B, T, D).
+        lengths: number of columns of each row that are not padding, which comes first, or None if there is none.
+        num_at_once: number of columns that are computed at once, counted from the first token of each row.
     """
-    if lengths_B is None or from_end or num_columns <= segment_length:
-        starts = range(num_columns, 0, -segment_length) if from_end else range(0, num_columns, segment_length)
-        for start, stop in pairwise(sorted({0, *starts, num_columns})):
-            unpadded_B = None if lengths_B is None else (lengths_B - (num_columns - stop)).clamp(0, stop - start)
-            yield Segment(slice(start, stop), unpadded_B)
-        return
-    first_B = num_columns - lengths_B
-    for start in range(0, max(1, int(lengths_B.max())), segment_length):
-        unpadded_B = (lengths_B - start).clamp(0, segment_length)
+    num_columns = inputs_BTX.shape[1]
+    if lengths is None or num_columns <= num_at_once:
+        steps = [
+            _without_padding(reader.step(part_BPX, lengths), lengths) for part_BPX in inputs_BTX.split(num_at_once, 1)
+        ]
+        return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
+    device, hidden_BTD = inputs_BTX.device, None
+    lengths_B, row_B1 = torch.tensor(lengths), torch.arange(len(lengths))[:, None]
+    for start in range(0, max(1, *lengths), num_at_once):
+        unpadded_B = (lengths_B - start).clamp(0, num_at_once)
         width = max(1, int(unpadded_B.max()))
-        column_P = torch.arange(width, device=lengths_B.device) - width
-        column_BP = (first_B + start + unpadded_B)[:, None] + column_P
-        yield Segment(column_BP.clamp(0, num_columns - 1), unpadded_B)
+        index_P = torch.arange(width)
+        column_BP = (num_columns - lengths_B + start + unpadded_B)[:, None] + index_P - width
+        column_BP = column_BP.clamp(0, num_columns - 1)
+        step_BPD = reader.step(inputs_BTX[row_B1.to(device), column_BP.to(device)], unpadded_B.tolist())
+        if hidden_BTD is None:
+            hidden_BTD = step_BPD.new_zeros(*inputs_BTX.shape[:2], step_BPD.shape[-1])
+        row_K, index_K = (index_P >= width - unpadded_B[:, None]).nonzero(as_tuple=True)
+        places = row_K.to(device), column_BP[row_K, index_K].to(device)
+        hidden_BTD = hidden_BTD.index_put(places, step_BPD[row_K.to(device), index_K.to(device)])
+    assert hidden_BTD is not None
+    return hidden_BTD
 
 
-def put_back(parts: list[tuple[Segment, Tensor]], num_columns: int) -> Tensor:
-    """Return the results of all segments in the columns of the input, 0 for padding on the left.
-
-    Args:
-        parts: each segment with its result (B, P, X).
-        num_columns: T.
-    """
-    if isinstance(parts[0][0].columns, slice):
-        kept = [_without_padding(part_BPX, segment.lengths_B) for segment, part_BPX in parts]
-        return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
-    first = parts[0][1]
-    out_BTX = first.new_zeros(len(first), num_columns, *first.shape[2:])
-    for segment, part_BPX in parts:
-        assert isinstance(segment.columns, Tensor)
-        assert segment.lengths_B is not None
-        width = part_BPX.shape[1]
-        is_token_BP = torch.arange(width, device=part_BPX.device) >= width - segment.lengths_B[:, None]
-        row_K, index_K = is_token_BP.nonzero(as_tuple=True)
-        column_K = segment.columns[row_K, index_K]
-        out_BTX = out_BTX.index_put((row_K, column_K), part_BPX[row_K, index_K])
-    return out_BTX
-
-
-def _without_padding(x_BPX: Tensor, lengths_B: Tensor | None) -> Tensor:
-    """Return the tensor with 0 for padding, where a model's results are arbitrary, different each time."""
-    if lengths_B is None:
-        return x_BPX
-    width = x_BPX.shape[1]
-    is_padding_BP = torch.arange(width, device=x_BPX.device) < width - lengths_B[:, None]
-    return x_BPX.masked_fill(is_padding_BP[..., None], 0)
+def _without_padding(hidden_BTD: Tensor, lengths: list[int] | None) -> Tensor:
+    """Return the hidden states with 0 for padding, where a model's results are arbitrary, different each time."""
+    if lengths is None:
+        return hidden_BTD
+    width = hidden_BTD.shape[1]
+    is_padding_BT = torch.arange(width) < width - torch.tensor(lengths)[:, None]
+    return hidden_BTD.masked_fill(is_padding_BT[..., None].to(hidden_BTD.device), 0)
