@@ -58,6 +58,7 @@ from transformer_xl.files import (
     write_text,
 )
 from transformer_xl.inference import InferenceModel, prepare_inference
+from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import (
@@ -87,18 +88,23 @@ class Run(Displayed):
     """Folder that the run was loaded from, or None for a model that is in no folder."""
     weights: ChosenWeights | None = None
     """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
-    _prepared: dict[str, InferenceModel] = field(default_factory=dict, init=False, compare=False)
+    _prepared: dict[str, tuple[InferenceModel, Fingerprint]] = field(default_factory=dict, init=False, compare=False)
 
     def inference(self, dtype: Precision = "float32") -> InferenceModel:
-        """Return the model prepared for reading and generating; it is prepared once for each dtype.
+        """Return the model prepared for reading and generating.
+
+        It is prepared once for each dtype, and again if the weights have changed since; then memories of before are
+        refused.
 
         Args:
             dtype: of matrix products: float32, bfloat16, or auto.
         """
         resolved = resolve_dtype(self.model.device, dtype)
-        if resolved not in self._prepared:
-            self._prepared[resolved] = prepare_inference(self.model, dtype)
-        return self._prepared[resolved]
+        prepared, fingerprint = self._prepared.get(resolved, (None, None))
+        if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
+            prepared = prepare_inference(self.model, dtype)
+            self._prepared[resolved] = prepared, Fingerprint(self.model)
+        return prepared
 
     @property
     def memory_lengths(self) -> MemoryLengths | None:

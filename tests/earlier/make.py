@@ -126,7 +126,7 @@ def read_trained(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def read_resumable(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Resume the stopped run, in a copy; with a low learning rate, as the precision of Muon depends on the processor."""
+    """Resume the stopped run in a copy, with a low learning rate, as the precision of Muon depends on the processor."""
     run = shutil.copytree(folder / "resumable", scratch / "resumable")
     resume(run, folder / "words", train={"max_steps": STOP_STEP + 4, "learning_rate": 1e-4}, **OPTIONS)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

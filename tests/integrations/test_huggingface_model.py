@@ -126,12 +126,11 @@ def test_samples_have_the_probabilities_of_our_model(tmp_path: Path) -> None:
         prompt_BT, do_sample=True, top_k=0, max_new_tokens=15, num_return_sequences=4, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    memory = run.model.inference_memory(4)
-    with torch.no_grad():
-        hidden_BTD, memory = run.model(prompt_BT.expand(4, -1), memory)
-        for step, logits_BV in enumerate(made.logits):
-            torch.testing.assert_close(logits_BV, run.model.logits(hidden_BTD)[:, -1].float(), rtol=0, atol=1e-6)
-            hidden_BTD, memory = run.model(made.sequences[:, 3 + step : 4 + step], memory)
+    prepared = run.inference()
+    hidden_BTD, memory = prepared(prompt_BT.expand(4, -1))
+    for step, logits_BV in enumerate(made.logits):
+        torch.testing.assert_close(logits_BV, prepared.logits(hidden_BTD)[:, -1].float(), rtol=0, atol=1e-6)
+        hidden_BTD, memory = prepared(made.sequences[:, 3 + step : 4 + step], memory)
     assert len({tuple(row) for row in made.sequences.tolist()}) == 4
 
 

@@ -33,8 +33,6 @@ from transformer_xl.inference import InferenceModel, TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import STRIDE, Reader
 
-PREFILL_SEGMENT = STRIDE
-
 
 @dataclass(frozen=True)
 class GeneratedToken:

@@ -262,24 +262,6 @@ class Memory(Displayed, Generic[Cache]):
             min_valid=min(self.min_valid, length),
         )
 
-    def limited(self, visible: Sequence[int]) -> Self:
-        """Return the memory with at most so many of the newest tokens of each batch row valid; nothing is copied.
-
-        Not for a memory whose empty slots are attended (the setting attend_empty_memory).
-        """
-        visible_B = torch.tensor(visible, device=self.valid_B.device)
-        recent_BR = self.recent_BR
-        if recent_BR is not None:
-            num_recent = recent_BR.shape[1]
-            is_visible_BR = torch.arange(num_recent, device=recent_BR.device) >= num_recent - visible_B[:, None]
-            recent_BR = recent_BR * is_visible_BR
-        return replace(
-            self,
-            valid_B=torch.minimum(self.valid_B, visible_B),
-            min_valid=min(self.min_valid, *visible),
-            recent_BR=recent_BR,
-        )
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the memory on another device, or with its floating-point tensors in another dtype."""
         return replace(

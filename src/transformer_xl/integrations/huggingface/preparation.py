@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.integrations.huggingface.fingerprint import Fingerprint
+from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.model.language_model import LanguageModel
 
 Dtype = Literal["float32", "bfloat16"]
