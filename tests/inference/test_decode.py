@@ -303,6 +303,14 @@ def test_layers_of_two_dtypes_are_left_to_the_modules(calls):
         read(native, random_tokens(1, 1))
 
 
+def test_inputs_of_another_dtype_are_left_to_the_modules(calls):
+    """Under autocast, a narrow embedding is projected to bfloat16."""
+    native, other = make_pair(torch.float32, d_embed=6)
+    (actual, _), (expected, _) = [read(model, random_tokens(1, 3), dtype="bfloat16") for model in (native, other)]
+    assert (actual - expected).square().mean().sqrt() < 0.05
+    assert not calls
+
+
 def test_lora_is_computed_by_its_modules(calls):
     pytest.importorskip("peft")
     models = make_pair()

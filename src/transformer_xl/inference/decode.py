@@ -54,6 +54,7 @@ class DecodeTables:
         """
         return (
             x_BTD.shape[1] == 1
+            and x_BTD.dtype == self.weights[-1].dtype  # under autocast, a projected embedding is bfloat16
             and 0 < x_BTD.shape[0] <= _MAX_ROWS
             and isinstance(memory, KeyValueMemory)
             and not torch.compiler.is_compiling()
