@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -279,6 +280,7 @@ def main() -> None:
     works = args.works.split(",")
     if unknown := set(works) - set(WORKS):
         raise SystemExit(f"no work {', '.join(sorted(unknown))}; give some of {', '.join(WORKS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that worktrees are removed
     busy = warn_if_busy()
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="speed-") as temporary, ExitStack() as stack:
