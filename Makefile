@@ -10,7 +10,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN
 # tests run in two processes; one thread each is fastest, the models being tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: help setup demo test docs check bench clean
+.PHONY: help setup demo test docs check bench golden speed clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
@@ -18,6 +18,8 @@ help:
 	@echo "make docs    the documentation site, in site/index.html"
 	@echo "make check   format, lint, types, documentation and tests: what must pass before a change"
 	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
+	@echo "make golden  compare exact numbers with those of benchmarks/golden, which an earlier commit gave"
+	@echo "make speed   speed and memory of the working tree beside the last tag; make speed BASE=COMMIT HEAD=COMMIT"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
 
@@ -49,6 +51,12 @@ bench: $(STAMP) $(PEERS)/installed
 	  --memory-length 512 --batch-size 4 --steps 2
 	$(BIN)/python benchmarks/prepare.py byte
 	$(BIN)/python benchmarks/chart.py
+
+golden: $(STAMP)
+	$(BIN)/python benchmarks/golden.py
+
+speed: $(STAMP)
+	$(BIN)/python benchmarks/speed.py $(BASE) $(HEAD)
 
 clean:
 	rm -rf $(VENV) $(PEERS) site .cache .pytest_cache .ruff_cache .hypothesis

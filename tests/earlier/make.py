@@ -41,7 +41,7 @@ from transformer_xl import (
 )
 
 # the runs are made here, since they record the absolute paths of their corpus and base; nothing is there later
-WORKPLACE = Path("/tmp/earlier")
+WORKPLACE = Path("/var/tmp/earlier")
 OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "progress": False}
 MODEL = {"n_layers": 2, "d_model": 24, "n_heads": 2, "d_head": 12, "d_ff": 40, "dropout": 0.0}
 TRAIN: dict[str, Any] = {
@@ -126,7 +126,7 @@ def read_trained(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def read_resumable(folder: Path, scratch: Path) -> dict[str, Any]:
-    """Resume the stopped run in a copy, with a low learning rate, as the precision of Muon depends on the processor."""
+    """Resume the stopped run in a copy; slowly, as the precision of Muon depends on the processor."""
     run = shutil.copytree(folder / "resumable", scratch / "resumable")
     resume(run, folder / "words", train={"max_steps": STOP_STEP + 4, "learning_rate": 1e-4}, **OPTIONS)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

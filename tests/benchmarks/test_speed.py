@@ -1,0 +1,38 @@
+"""speed.py measures two versions in turn, and finds what is slower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import speed
+
+
+def test_versions_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are the working tree, since there may be no git."""
+    works, tree = "import,train-small,generate-small,prefill-small,serve-8", speed.checked_out
+    flags = ["--quick", "--rounds=1", "--threads=1", f"--works={works}", f"--out={tmp_path / 'out'}"]
+    monkeypatch.setattr("sys.argv", ["speed.py", *flags])
+    monkeypatch.setattr(speed, "default_base", lambda: "base")
+    monkeypatch.setattr(speed, "checked_out", lambda name, folder: tree(None, folder))
+    monkeypatch.setattr(speed, "LOWEST_RATIO", 0.0)
+    speed.main()
+    results = json.loads((tmp_path / "out").read_text())
+    assert list(results["works"]) == works.split(",")
+    assert all(
+        value > 0 for lines in results["works"].values() for line in lines for side in line["rounds"] for value in side
+    )
+    assert "| serve-8 | MiB peak |" in capsys.readouterr().out
+
+
+def test_slower_works_are_found() -> None:
+    """A higher number is better for tokens/s alone; an interval that reaches 0.95 is no difference."""
+    slow, fast = {"tokens/s": 90.0, "s": 1.2}, {"tokens/s": 100.0, "s": 1.0}
+    worse = speed.compare([(fast, slow), (fast, slow)])
+    assert [line["ratio"] for line in worse] == pytest.approx([0.9, 1 / 1.2])
+    unclear = speed.compare([(fast, slow), (fast, fast)])
+    found = {"worse": worse, "unclear": unclear, "better": speed.compare([(slow, fast)])}
+    assert speed.slower(found) == ["worse"]
