@@ -92,9 +92,7 @@ def save_checkpoint(
                 config=folder.config.model_dump(mode="json"),
                 **numerics.model_dump(),
             ).write(temporary)
-    with world.raise_together():
-        if world.is_first:
-            _put_in_place(folder, new, path, checkpoint_before(folder, good_step))
+    world.in_first(_put_in_place, folder, new, path, good_step)
     return path
 
 
@@ -200,18 +198,19 @@ def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, 
     record.model_copy(update={**changes, "state": {**record.state, **(state or {})}}).write(path)
 
 
-def _put_in_place(folder: RunFolder, new: Path, path: Path, kept: Path | None) -> None:
+def _put_in_place(folder: RunFolder, new: Path, path: Path, good_step: int) -> None:
     """Rename the new checkpoint to its final path, and delete those that it replaces.
 
-    These are the one that was there, the oldest except `kept`, and those kept aside that it has overtaken.
+    These are the one that was there, the oldest except the good one, and those kept aside that it has overtaken.
     """
+    good = checkpoint_before(folder, good_step)
     with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
             replaced = path.rename(_deletion_path(path))
             new.rename(path)
             shutil.rmtree(replaced)
         for old in folder.checkpoints()[:-_NUM_KEPT]:
-            if old != kept:
+            if old != good:
                 _delete(old)
         for aside in path.parent.glob(f"step-*{_ASIDE}"):
             if aside.stem.removeprefix("step-").isdecimal() and step_of(aside) <= step_of(path):

@@ -97,6 +97,12 @@ class DistributedContext:
             if message is not None:
                 raise UserError(message) from local_error
 
+    def in_first(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Call a function in the first process; a UserError that it raises is raised in all."""
+        with self.raise_together():
+            if self.is_first:
+                function(*arguments, **options)
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes in the order of ranks, in every process; for small Python objects."""
         values = [value] * self.size
@@ -346,10 +352,8 @@ def shard_rows(tensors: Mapping[str, Tensor], batch_size: int, world: Distribute
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the states of torch's random generators: `cpu`, and `device` for that of a GPU."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["device"] = torch.mps.get_rng_state()
+    if device.type != "cpu":
+        states["device"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
     return states
 
 

@@ -478,11 +478,9 @@ def _resume(
         log(line)
     # settings of training are written down with the first checkpoint that was trained with them, all others now
     settled = replace(folder, config=config.model_copy(update={"train": known.train, "history": known.history}))
-    with world.raise_together():
-        if world.is_first:
-            if recorded is not None and settled.config != recorded:
-                update_record(settled, config=settled.config.model_dump(mode="json"))
-            settled.write_config()
+    if recorded is not None and settled.config != recorded:
+        world.in_first(update_record, settled, config=settled.config.model_dump(mode="json"))
+    world.in_first(settled.write_config)
     return trainer
 
 
