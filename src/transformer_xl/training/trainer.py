@@ -24,7 +24,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import remove_leftovers
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.training.callbacks import Callback, Metrics, StepSums, TrainerState
+from transformer_xl.training.callbacks import Callback, StepSums, TrainerState
 from transformer_xl.training.checkpoint import (
     checkpoint_at,
     load_checkpoint,
@@ -37,7 +37,6 @@ from transformer_xl.training.data import open_data
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.health import HealthCallback
 from transformer_xl.training.metrics_log import MetricsLog
-from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.stepper import Stepper
 
 _STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
@@ -92,7 +91,7 @@ class Trainer:
         self._stop_requested = self._skip_validation = False
         self._start_time = self._interval_start = time.perf_counter()
         self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
-        self._log = MetricsLog(folder)
+        self._log = MetricsLog(folder, world)
 
     @property
     def epochs(self) -> float:
@@ -141,16 +140,6 @@ class Trainer:
         folder, warnings = self.folder, list[str]()
         with self.world.raise_together():
             path = checkpoint_at(folder, from_step)
-            # A run that has none of these was killed before its first checkpoint, and starts at step 0. A converted run
-            # has only weights, and the first weights of a fine-tuned run are in its first checkpoint.
-            has_weights = (folder.path / folder.weights_name).exists() or folder.config.finetune is not None
-            if path is None and (has_weights or folder.metrics()):
-                advice = (
-                    "start a new run with 'txl train --run DIR' (the weights of a converted or saved run are trained "
-                )
-                advice += "further by 'txl finetune')"
-                advice = folder.advice_if_stopped_early() or advice
-                raise UserError(f"{folder.path / 'checkpoints'} contains no checkpoint; {advice}")
         if path is not None:
             warnings = self._load(path)
         with self.world.raise_together():
@@ -261,7 +250,7 @@ class Trainer:
             rate = round(self._interval_tokens_read / max(1e-9, now - self._interval_start), 1)
             self._interval_tokens_read, self._interval_start = 0, now
             extra = {"grad_norm": sums.grad_norm, "grad_norm_max": max_norm, "tokens_per_second": rate}
-            self._report("train", step, self._sums("train", nats, tokens), extra)
+            self._report("train", step, self._sums("train", nats, tokens), **extra)
             nats, tokens, max_norm = 0.0, 0, 0.0
         self._update_state(interval_nats=nats, interval_tokens=tokens, interval_grad_norm=max_norm)
 
@@ -297,7 +286,7 @@ class Trainer:
             best_nats=best,
             validation_text=validator.text_id,
         )
-        self._report("valid", self.state.step, sums, {})
+        self._report("valid", self.state.step, sums)
         self._interval_start += time.perf_counter() - start_time  # the throughput is that of training alone
         return True
 
@@ -391,17 +380,6 @@ class Trainer:
         """Return the totals for some tokens of a split; the number of bytes is estimated from the split's average."""
         return Sums(nats, num_tokens, num_tokens * self.corpus.split(split).bytes_per_token)
 
-    def _report(self, split: str, step: int, sums: Sums, extra: Metrics) -> None:
+    def _report(self, split: str, step: int, sums: Sums, **extra: float) -> None:
         """Write a line of metrics, and call the callbacks."""
-        metrics: Metrics = {
-            "split": split,
-            "step": step,
-            "nats_per_token": sums.nats_per_token,
-            "bits_per_byte": sums.bits_per_byte,
-            **extra,
-            "learning_rate": learning_rate(step - 1, self.config),
-            "seconds": round(time.perf_counter() - self._start_time, 3),
-        }
-        if self.world.is_first:
-            self._log.write(metrics)
-        self._call("on_metrics", metrics)
+        self._call("on_metrics", self._log.write(split, step, sums, time.perf_counter() - self._start_time, **extra))
