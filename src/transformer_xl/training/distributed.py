@@ -200,7 +200,7 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
     )
     rank, size = environment.RANK, environment.WORLD_SIZE
     store: dist.Store | None = None
-    group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"
+    group_name = f"start {num_restarts()}, group {next(_group_indices)}"
     try:
         store = _rendezvous(environment)
         device = _local_device(choose(), environment.LOCAL_RANK)
@@ -235,6 +235,11 @@ def _destroy_process_group() -> None:
 def is_restartable() -> bool:
     """Return whether torchrun started this process; torchrun restarts the program if a process dies."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def num_restarts() -> int:
+    """Return how often torchrun has restarted the program, with the same arguments."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _rendezvous(environment: _Environment) -> dist.Store:
