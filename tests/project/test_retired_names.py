@@ -34,7 +34,7 @@ SETTINGS = {
 # classes and functions
 DEFINITIONS = """Reach Sight Past Join Writer Made Writing Plan How Side Vocabulary Embedding Softmax Linear Dropout
     World Learner Outcome Reporter Dynamic MovingWindow Workshop initialise top complete search explained side_by_side
-    circumstances"""
+    circumstances TrainStep DivergenceDetector check_trainable"""
 # names that are refused wherever they occur, because nothing else has such a name
 ANYWHERE = """vocabulary_size embedding_width norm_epsilon tie_position_biases project_equal_width learned_positions
     intermediate_losses second_target qrnn_window first_segment length_warmup final_rate average_from evaluate_every

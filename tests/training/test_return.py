@@ -118,6 +118,13 @@ def test_settings_of_training_go_back_and_others_stay(tmp_path: Path) -> None:
     assert RunFolder.open(path).verify() == []
 
 
+def test_program_that_torchrun_restarts_does_not_go_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_until(begin(tmp_path / "run"), 76)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert go_on(tmp_path / "run", 77, from_step=50).step == 77
+    assert names_in(tmp_path / "run")[-2:] == ["step-00000076", "step-00000077"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -92,9 +92,7 @@ def save_checkpoint(
                 config=folder.config.model_dump(mode="json"),
                 **numerics.model_dump(),
             ).write(temporary)
-    with world.raise_together():
-        if world.is_first:
-            _put_in_place(folder, new, path, checkpoint_before(folder, good_step))
+    world.in_first(_put_in_place, folder, new, path, good_step)
     return path
 
 
@@ -135,16 +133,24 @@ def load_checkpoint(
 
 
 def checkpoint_at(folder: RunFolder, step: int | None = None) -> Path | None:
-    """Return the checkpoint of a step, or the newest one, or None if the run has none.
+    """Return the checkpoint of a step, or the newest; None of a run that was killed before its first, at step 0.
 
     Raises:
-        UserError: there is none of this step.
+        UserError: there is none of this step, or none at all although the run has weights or was trained.
     """
     by_step = {step_of(path): path for path in folder.checkpoints()}
-    if step is None or step in by_step:
-        return folder.latest_checkpoint() if step is None else by_step[step]
-    known = " and ".join(f"{known:,}" for known in by_step) or "none"
-    raise UserError(f"{folder.path} has no checkpoint of step {step:,}; it has those of the steps {known}")
+    if step is not None and step not in by_step:
+        known = " and ".join(f"{known:,}" for known in by_step) or "none"
+        raise UserError(f"{folder.path} has no checkpoint of step {step:,}; it has those of the steps {known}")
+    # A converted run has only weights, and the first weights of a fine-tuned run are in its first checkpoint.
+    has_weights = (folder.path / folder.weights_name).exists() or folder.config.finetune is not None
+    if not by_step and (has_weights or folder.metrics()):
+        advice = folder.advice_if_stopped_early() or (
+            "start a new run with 'txl train --run DIR' (the weights of a converted or saved run are trained further "
+            "by 'txl finetune')"
+        )
+        raise UserError(f"{folder.path / 'checkpoints'} contains no checkpoint; {advice}")
+    return folder.latest_checkpoint() if step is None else by_step[step]
 
 
 def checkpoint_before(folder: RunFolder, step: int) -> Path | None:
@@ -200,18 +206,19 @@ def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, 
     record.model_copy(update={**changes, "state": {**record.state, **(state or {})}}).write(path)
 
 
-def _put_in_place(folder: RunFolder, new: Path, path: Path, kept: Path | None) -> None:
+def _put_in_place(folder: RunFolder, new: Path, path: Path, good_step: int) -> None:
     """Rename the new checkpoint to its final path, and delete those that it replaces.
 
-    These are the one that was there, the oldest except `kept`, and those kept aside that it has overtaken.
+    These are the one that was there, the oldest except the good one, and those kept aside that it has overtaken.
     """
+    good = checkpoint_before(folder, good_step)
     with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
             replaced = path.rename(_deletion_path(path))
             new.rename(path)
             shutil.rmtree(replaced)
         for old in folder.checkpoints()[:-_NUM_KEPT]:
-            if old != kept:
+            if old != good:
                 _delete(old)
         for aside in path.parent.glob(f"step-*{_ASIDE}"):
             if aside.stem.removeprefix("step-").isdecimal() and step_of(aside) <= step_of(path):

@@ -97,6 +97,12 @@ class DistributedContext:
             if message is not None:
                 raise UserError(message) from local_error
 
+    def in_first(self, function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Call a function in the first process; a UserError that it raises is raised in all."""
+        with self.raise_together():
+            if self.is_first:
+                function(*arguments, **options)
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes in the order of ranks, in every process; for small Python objects."""
         values = [value] * self.size
@@ -194,7 +200,7 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
     )
     rank, size = environment.RANK, environment.WORLD_SIZE
     store: dist.Store | None = None
-    group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"
+    group_name = f"start {num_restarts()}, group {next(_group_indices)}"
     try:
         store = _rendezvous(environment)
         device = _local_device(choose(), environment.LOCAL_RANK)
@@ -229,6 +235,11 @@ def _destroy_process_group() -> None:
 def is_restartable() -> bool:
     """Return whether torchrun started this process; torchrun restarts the program if a process dies."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def num_restarts() -> int:
+    """Return how often torchrun has restarted the program, with the same arguments."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _rendezvous(environment: _Environment) -> dist.Store:
@@ -346,10 +357,8 @@ def shard_rows(tensors: Mapping[str, Tensor], batch_size: int, world: Distribute
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the states of torch's random generators: `cpu`, and `device` for that of a GPU."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["device"] = torch.mps.get_rng_state()
+    if device.type != "cpu":
+        states["device"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.mps.get_rng_state()
     return states
 
 

@@ -31,14 +31,13 @@ from typing_extensions import override
 from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names
 from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.display import Displayed
-from transformer_xl.files import as_path
 from transformer_xl.model.memory import Memory
 from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.run_folder import build_checked
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.data import open_data, training_dataset
 from transformer_xl.training.stepper import Stepper
-from transformer_xl.training.train import Overrides, complete_settings, ignore
+from transformer_xl.training.train import Overrides, complete_settings, corpus_folder, ignore
 
 _TIMED_STEPS = 5
 _MIN_STEPS = (8, 20)  # of a training in each round; fewer say nothing about a rate
@@ -120,13 +119,12 @@ def find_learning_rate(
     advice = "give a recipe such as 'small', a RunConfig, or None and settings by group"
     check_type(config, (str, Path, RunConfig, type(None)), "config", advice)
     check_type(seconds, (int, float), "seconds", "give a number of seconds")
-    path = corpus.path if isinstance(corpus, Corpus) else as_path(corpus, "corpus", "give a corpus or its folder")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a learning rate is found in one process; start it without torchrun")
     set_threads(threads)
     chosen = choose_device(device)
     overrides = {"model": model or {}, "train": train or {}}
-    checked, opened = complete_settings(config, path, overrides, say if progress else ignore)
+    checked, opened = complete_settings(config, corpus_folder(corpus), overrides, say if progress else ignore)
     open_data(checked, opened, chosen)
     opened.verify("train")
     with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):

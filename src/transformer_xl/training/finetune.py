@@ -53,34 +53,15 @@ from transformer_xl.training.train import (
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
-    "max_steps": 1000,
-    "warmup_steps": 50,
-    "lr_schedule": "cosine",
-    "decay_steps": 0,
-    "initial_segment_length": None,
-    "segment_warmup_steps": 0,
-    "weight_average": "none",
-    "average_start_step": 0,
-    "average_learning_rate": None,
-    "eval_interval": 250,
-    "checkpoint_interval": 250,
-}
+    "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0, "initial_segment_length": None,
+    "segment_warmup_steps": 0, "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
+    "eval_interval": 250, "checkpoint_interval": 250,
+}  # fmt: skip
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
-    "dropout",
-    "embedding_dropout",
-    "input_dropout",
-    "output_dropout",
-    "attention_dropout",
-    "qkv_dropout",
-    "variational_dropout",
-    "zoneout",
-    "activation_penalty",
-    "temporal_activation_penalty",
-    "attention_window",
-    "clamp_length",
-    "attend_empty_memory",
-    "attn_implementation",
+    *("dropout", "embedding_dropout", "input_dropout", "output_dropout", "attention_dropout", "qkv_dropout"),
+    *("variational_dropout", "zoneout", "activation_penalty", "temporal_activation_penalty"),
+    *("attention_window", "clamp_length", "attend_empty_memory", "attn_implementation"),
 )
 
 
@@ -162,11 +143,9 @@ def finetune(
             matches no parameter, or a reason that `train` lists.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    base_run = (
-        base
-        if isinstance(base, Run)
-        else load(as_path(base, "base", "give a run"), device="cpu", checkpoint=checkpoint)
-    )
+    base_run = base
+    if not isinstance(base_run, Run):
+        base_run = load(as_path(base_run, "base", "give a run"), device="cpu", checkpoint=checkpoint)
     check_run(base_run)
     if base_run.path is None or base_run.weights is None:
         raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
@@ -204,12 +183,7 @@ def finetune(
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
-    groups = {
-        "model": model or {},
-        "train": train or {},
-        "evaluation": evaluation or {},
-        "finetune": record,
-    }
+    groups = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}, "finetune": record}
     check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.training.callbacks import Metrics
+from transformer_xl.training.distributed import DistributedContext
+from transformer_xl.training.schedules import learning_rate
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -24,6 +27,7 @@ class MetricsLog:
     """Writes `metrics.jsonl` of a run, and its folder `tensorboard/`."""
 
     folder: RunFolder
+    world: DistributedContext
     _board: SummaryWriter | None = field(default=None, init=False, repr=False)
 
     def rewind(self, step: int, validation_step: int) -> None:
@@ -44,12 +48,33 @@ class MetricsLog:
             if line["step"] == step:  # TensorBoard hides this step of the older files too
                 self._add_to_board(line)
 
-    def write(self, metrics: Metrics) -> None:
-        """Append a line of metrics.
+    def write(self, split: str, step: int, sums: Sums, seconds: float, **extra: float) -> Metrics:
+        """Return a line of metrics; the first process appends it to the files.
+
+        Args:
+            split: train or valid.
+            step: the step.
+            sums: the losses.
+            seconds: training time so far.
+            extra: further metrics by name.
 
         Raises:
             UserError: a file cannot be written.
         """
+        metrics: Metrics = {
+            "split": split,
+            "step": step,
+            "nats_per_token": sums.nats_per_token,
+            "bits_per_byte": sums.bits_per_byte,
+            **extra,
+            "learning_rate": learning_rate(step - 1, self.folder.config.train),
+            "seconds": round(seconds, 3),
+        }
+        if self.world.is_first:
+            self._append(metrics)
+        return metrics
+
+    def _append(self, metrics: Metrics) -> None:
         file = self.folder.path / "metrics.jsonl"
         with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(metrics) + "\n")

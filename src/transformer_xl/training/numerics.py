@@ -85,25 +85,16 @@ def differences(recorded: Numerics, used: Numerics, model: LanguageModel, device
         model: the model; dropout matters only if it has some.
         device: device to compute on; products and dropout matter only on a CPU.
     """
-    lines: list[str] = []
+    is_cpu, reason, missing = device.type == "cpu", f" ({status().text})", list[str]()
     if recorded.attn_implementation not in (None, used.attn_implementation):
-        reason = f" ({status().text})" if recorded.attn_implementation == "native" else ""
-        lines.append(
-            f"the checkpoint was trained with the attention kernel {recorded.attn_implementation}, which is not "
-            f"available here{reason}: training goes on with {used.attn_implementation}, not bit for bit as without the "
-            "stop"
-        )
-    if device.type != "cpu":
-        return lines
+        name = recorded.attn_implementation
+        missing.append(f"the attention kernel {name}, which is not available here{reason if name == 'native' else ''}")
     has_dropout = any(isinstance(m, FastDropout) and m.p and not m.variational for m in model.modules())
-    if recorded.dropout_kernel == "native" != used.dropout_kernel and has_dropout:
-        lines.append(
-            f"the checkpoint was trained with native dropout, which is not available here ({status().text}): dropout "
-            "masks will differ"
-        )
-    if recorded.matmul_library == "onednn" != used.matmul_library:
-        lines.append(
-            "the checkpoint was trained with oneDNN's products, which are not available here: training goes on with "
-            "torch's, not bit for bit as without the stop"
-        )
-    return lines
+    if recorded.dropout_kernel == "native" != used.dropout_kernel and has_dropout and is_cpu:
+        missing.append(f"native dropout, which is not available here{reason}")
+    if recorded.matmul_library == "onednn" != used.matmul_library and is_cpu:
+        missing.append("oneDNN's products, which are not available here")
+    return [
+        f"the checkpoint was trained with {what}: training goes on without, not bit for bit as if it had not stopped"
+        for what in missing
+    ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import BaseModelConfig, TrainConfig, TransformerConfig, UserError
+from transformer_xl.config import TrainConfig, TransformerConfig, UserError
 from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
@@ -68,16 +68,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     ]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        by_factor: dict[float, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in matrices:
-            factor = _rate_factor(name, num_layers, layer_rate_decay)
-            by_factor.setdefault(factor, []).append((name, parameter))
-        muon_groups = [
-            {**group, "rate_factor": factor}
-            for factor, members in by_factor.items()
-            for group in _muon_groups(members, model.config)
-        ]
-        optimizers.append(Muon(muon_groups, config))
+        optimizers.append(Muon(_muon_groups(matrices, model, layer_rate_decay), config))
     if adam_groups:
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         optimizers.append(kind(adam_groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True))
@@ -162,18 +153,27 @@ def _rate_factor(name: str, num_layers: int, decay: float) -> float:
     return decay**num_layers if name.startswith(_EMBEDDINGS) else 1.0
 
 
-def _muon_groups(layers: Iterable[tuple[str, nn.Parameter]], config: BaseModelConfig) -> list[dict[str, Any]]:
-    """Return Muon's parameter groups: matrices whose rows belong to heads or hidden units, and those whose columns do.
+def _muon_groups(
+    matrices: Iterable[tuple[str, nn.Parameter]], model: LanguageModel, layer_rate_decay: float
+) -> list[dict[str, Any]]:
+    """Return Muon's parameter groups: by rate, and matrices whose rows or columns belong to heads or hidden units.
 
     Args:
-        layers: the matrices of the layers with their names.
-        config: settings of the model.
+        matrices: the matrices of the layers with their names.
+        model: the model.
+        layer_rate_decay: as for `build_optimizers`.
     """
+    config = model.config
     width = config.head_dim if isinstance(config, TransformerConfig) else config.d_model  # a gate of LSTM and QRNN
-    by_dim: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-    for name, parameter in layers:
-        by_dim[name.endswith(("o_proj.weight", "down_proj.weight"))].append(parameter)
-    return [{"params": params, "block_dim": dim, "block_width": width} for dim, params in enumerate(by_dim) if params]
+    groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+    for name, parameter in matrices:
+        factor = _rate_factor(name, len(model.layers), layer_rate_decay)
+        block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+        groups.setdefault((factor, block_dim), []).append(parameter)
+    return [
+        {"params": params, "block_dim": dim, "block_width": width, "rate_factor": factor}
+        for (factor, dim), params in groups.items()
+    ]
 
 
 class Muon(torch.optim.Optimizer):

@@ -43,7 +43,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
 from transformer_xl.training.checkpoint import checkpoint_at, step_of, trained_config, update_record
-from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
+from transformer_xl.training.distributed import DistributedContext, is_restartable, num_restarts, process_group
 from transformer_xl.training.memory_lengths import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
@@ -436,6 +436,7 @@ def _resume(
         for name in overrides["train"]:
             if name not in _CHANGEABLE:
                 raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
+        from_step = None if num_restarts() else from_step  # a restarted program has gone back already
         checkpoint = checkpoint_at(folder, from_step)
         recorded = None if checkpoint is None else trained_config(checkpoint)
         if recorded is not None and checkpoint != folder.latest_checkpoint():
@@ -478,11 +479,9 @@ def _resume(
         log(line)
     # settings of training are written down with the first checkpoint that was trained with them, all others now
     settled = replace(folder, config=config.model_copy(update={"train": known.train, "history": known.history}))
-    with world.raise_together():
-        if world.is_first:
-            if recorded is not None and settled.config != recorded:
-                update_record(settled, config=settled.config.model_dump(mode="json"))
-            settled.write_config()
+    if recorded is not None and settled.config != recorded:
+        world.in_first(update_record, settled, config=settled.config.model_dump(mode="json"))
+    world.in_first(settled.write_config)
     return trainer
 
 

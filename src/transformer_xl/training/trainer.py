@@ -24,7 +24,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import remove_leftovers
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.training.callbacks import Callback, Metrics, StepSums, TrainerState
+from transformer_xl.training.callbacks import Callback, StepSums, TrainerState
 from transformer_xl.training.checkpoint import (
     checkpoint_at,
     load_checkpoint,
@@ -37,7 +37,6 @@ from transformer_xl.training.data import open_data
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.health import HealthCallback
 from transformer_xl.training.metrics_log import MetricsLog
-from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.stepper import Stepper
 
 _STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
@@ -92,7 +91,7 @@ class Trainer:
         self._stop_requested = self._skip_validation = False
         self._start_time = self._interval_start = time.perf_counter()
         self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
-        self._log = MetricsLog(folder)
+        self._log = MetricsLog(folder, world)
 
     @property
     def epochs(self) -> float:
@@ -122,8 +121,7 @@ class Trainer:
 
     def warn(self, message: str) -> None:
         """Tell all callbacks what the user should know."""
-        for callback in self.callbacks:
-            callback.on_warning(self, message)
+        self._call("on_warning", message)
 
     def resume(self, from_step: int | None = None) -> list[str]:
         """Restore a checkpoint of the run, and remove later lines from metrics.jsonl.
@@ -142,16 +140,6 @@ class Trainer:
         folder, warnings = self.folder, list[str]()
         with self.world.raise_together():
             path = checkpoint_at(folder, from_step)
-            # A run that has none of these was killed before its first checkpoint, and starts at step 0. A converted run
-            # has only weights, and the first weights of a fine-tuned run are in its first checkpoint.
-            has_weights = (folder.path / folder.weights_name).exists() or folder.config.finetune is not None
-            if path is None and (has_weights or folder.metrics()):
-                advice = (
-                    "start a new run with 'txl train --run DIR' (the weights of a converted or saved run are trained "
-                )
-                advice += "further by 'txl finetune')"
-                advice = folder.advice_if_stopped_early() or advice
-                raise UserError(f"{folder.path / 'checkpoints'} contains no checkpoint; {advice}")
         if path is not None:
             warnings = self._load(path)
         with self.world.raise_together():
@@ -172,17 +160,8 @@ class Trainer:
             self.state = check_settings(TrainerState, values, str(path / "training.json"))
             # checkpoints of earlier versions have no settings; only config.yaml has those
             earlier = trained_config(path) or RunFolder.open(folder.path).config
-        warnings = stepper.load_state_dict(
-            {
-                **tensors,
-                "step": self.state.step,
-                "position": self.state.position,
-                "part": self.state.part,
-                "numerics": record.numerics,
-                "num_processes": record.num_processes,
-                "batch_size": batch_size,
-            }
-        )
+        origin = {"numerics": record.numerics, "num_processes": record.num_processes, "batch_size": batch_size}
+        warnings = stepper.load_state_dict({**dict(self.state), **tensors, **origin})
         self._update_state(position=stepper.position.segment, part=stepper.position.part)
         self._restore_best_loss()
         # config.yaml is written with the next checkpoint, when training had the new settings
@@ -215,8 +194,7 @@ class Trainer:
         self._start_time = self._interval_start - self.state.seconds
         self._interval_tokens_read = 0
         try:
-            for callback in self._all_callbacks():
-                callback.on_train_begin(self)
+            self._call("on_train_begin")
             while True:
                 # a validation that was interrupted by a stop is repeated before the next step
                 validated = self.state.step in (0, self.state.validation_step) or not self._is_due(config.eval_interval)
@@ -231,11 +209,12 @@ class Trainer:
                 self._step()
         finally:
             self._log.close()
-            for callback in self._all_callbacks():
-                callback.on_train_end(self)
+            self._call("on_train_end")
 
-    def _all_callbacks(self) -> tuple[Callback, ...]:
-        return self.health, *self.callbacks
+    def _call(self, method: str, *arguments: object) -> None:
+        """Call a method of all callbacks."""
+        for callback in (self.health, *self.callbacks):
+            getattr(callback, method)(self, *arguments)
 
     def _is_due(self, interval: int) -> bool:
         return self.state.step % interval == 0 or self.state.step >= self.config.max_steps
@@ -254,8 +233,7 @@ class Trainer:
         position = self.stepper.position
         self._pending = position.step, sums
         self._update_state(step=position.step, position=position.segment, part=position.part)
-        for callback in self._all_callbacks():
-            callback.on_step(self, num_tokens)
+        self._call("on_step", num_tokens)
 
     def _fetch_sums(self) -> None:
         """Add the sums of the pending step to the totals; write a line of metrics every `log_interval` steps."""
@@ -263,8 +241,7 @@ class Trainer:
             return
         (step, tensor), self._pending = self._pending, None
         sums = StepSums(step, *tensor.tolist())
-        for callback in self._all_callbacks():
-            callback.on_step_sums(self, sums)
+        self._call("on_step_sums", sums)
         self._interval_tokens_read += round(sums.num_tokens)
         nats, tokens = self.state.interval_nats + sums.nats, self.state.interval_tokens + round(sums.num_targets)
         max_norm = max(self.state.interval_grad_norm, sums.grad_norm)
@@ -273,7 +250,7 @@ class Trainer:
             rate = round(self._interval_tokens_read / max(1e-9, now - self._interval_start), 1)
             self._interval_tokens_read, self._interval_start = 0, now
             extra = {"grad_norm": sums.grad_norm, "grad_norm_max": max_norm, "tokens_per_second": rate}
-            self._report("train", step, self._sums("train", nats, tokens), extra)
+            self._report("train", step, self._sums("train", nats, tokens), **extra)
             nats, tokens, max_norm = 0.0, 0, 0.0
         self._update_state(interval_nats=nats, interval_tokens=tokens, interval_grad_norm=max_norm)
 
@@ -285,8 +262,7 @@ class Trainer:
             return True
 
         def should_stop(num_segments: int, num_scored: int) -> bool:
-            for callback in self._all_callbacks():
-                callback.on_validation_progress(self, num_scored, validator.num_tokens)
+            self._call("on_validation_progress", num_scored, validator.num_tokens)
             if self.world.size == 1:
                 return self._stop_requested
             return num_segments % _STOP_CHECK_INTERVAL == 0 and self.world.any(self._stop_requested)
@@ -310,7 +286,7 @@ class Trainer:
             best_nats=best,
             validation_text=validator.text_id,
         )
-        self._report("valid", self.state.step, sums, {})
+        self._report("valid", self.state.step, sums)
         self._interval_start += time.perf_counter() - start_time  # the throughput is that of training alone
         return True
 
@@ -321,16 +297,13 @@ class Trainer:
         if self.world.any(self._skip_validation):
             return False
         self._stop_requested = False
-        for callback in self._all_callbacks():
-            callback.on_stop(self)
+        self._call("on_stop")
         if not self._validate():
             return False
         # The rest of the record must fit the tensors of the checkpoint: if it is the one that this run was resumed from
         # with another batch size, the position has changed.
         fields = {"validation_step", "validation_nats", "best_nats", "validation_text"}
-        with self.world.raise_together():
-            if self.world.is_first:
-                update_record(self.folder, state=self.state.model_dump(mode="json", include=fields))
+        self.world.in_first(update_record, self.folder, state=self.state.model_dump(mode="json", include=fields))
         self._saved_state = self.state
         return True
 
@@ -367,9 +340,7 @@ class Trainer:
             self.world,
             good_step=self.health.state.lowest_step,
         )
-        with self.world.raise_together():
-            if self.world.is_first:
-                self.folder.write_config()
+        self.world.in_first(self.folder.write_config)
 
     def _save_best_weights(self, nats: float | None) -> None:
         """Save the model's current weights as the best of the run; `nats` is the validation loss in nats per token."""
@@ -409,18 +380,6 @@ class Trainer:
         """Return the totals for some tokens of a split; the number of bytes is estimated from the split's average."""
         return Sums(nats, num_tokens, num_tokens * self.corpus.split(split).bytes_per_token)
 
-    def _report(self, split: str, step: int, sums: Sums, extra: Metrics) -> None:
+    def _report(self, split: str, step: int, sums: Sums, **extra: float) -> None:
         """Write a line of metrics, and call the callbacks."""
-        metrics: Metrics = {
-            "split": split,
-            "step": step,
-            "nats_per_token": sums.nats_per_token,
-            "bits_per_byte": sums.bits_per_byte,
-            **extra,
-            "learning_rate": learning_rate(step - 1, self.config),
-            "seconds": round(time.perf_counter() - self._start_time, 3),
-        }
-        if self.world.is_first:
-            self._log.write(metrics)
-        for callback in self._all_callbacks():
-            callback.on_metrics(self, metrics)
+        self._call("on_metrics", self._log.write(split, step, sums, time.perf_counter() - self._start_time, **extra))
