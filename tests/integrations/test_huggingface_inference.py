@@ -188,7 +188,7 @@ def test_changed_weights_are_used_and_their_old_caches_refused(change: str, dtyp
 
 def test_an_adapter_that_is_put_back_continues_its_cache(tmp_path: Path) -> None:
     """Disabled and enabled, switched there and back, merged and unmerged."""
-    model, wrapped = adapted(tmp_path / "run")
+    _model, wrapped = adapted(tmp_path / "run")
     with torch.no_grad():
         cache, text_BT = MemoryCache(), ids(2, 29)
         wrapped(input_ids=text_BT[:, :23], past_key_values=cache)
