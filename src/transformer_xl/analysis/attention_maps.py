@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.config import AbsoluteConfig, ShawConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
@@ -66,7 +66,7 @@ def require_attention_terms(model: LanguageModel) -> RelativeLanguageModel:
     """
     if isinstance(model, RelativeLanguageModel):
         return model
-    missing = "attention terms and memory" if isinstance(model.config, AbsoluteConfig) else "attention"
+    missing = "attention terms and memory" if not model.config.has_memory else "attention"
     raise UserError(f"{model.config.architecture} has no {missing} to show; use a run of transformer-xl or shaw")
 
 
@@ -262,7 +262,7 @@ class TermMaps:
         self.shape = shape = (model.config.n_layers, model.config.n_heads)
         """(L, N)."""
         # Shaw's relative positions have no terms (c) and (d)
-        missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
+        missing = ("content_bias", "position_bias") if model.config.position_keys == "learned" else ()
         self.terms = {term: title for term, title in TERMS.items() if term not in missing}
         """The maps that this model has, with their titles."""
         self._attention_window = plan.context_limits.attention_window

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 
 from transformer_xl.checkpoint_record import ChosenWeights
-from transformer_xl.config import ContextSweep, EvaluationConfig, RelativeConfig, UserError, check_settings
+from transformer_xl.config import ContextSweep, EvaluationConfig, UserError, check_settings
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
@@ -284,7 +284,7 @@ def load_group(
         settings: dict[str, Any] = {}
         if folder.config.model.has_memory:
             settings["memory_length"] = memory_length
-        if isinstance(folder.config.model, RelativeConfig):
+        if folder.config.model.attention_kernel is not None:
             settings |= {"attention_window": attention_window, "clamp_length": clamp_length}
         limits = {key: None if value == "none" else value for key, value in settings.items() if value is not None}
         config = check_settings(EvaluationConfig, limits, "context limits")

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from transformer_xl import __version__
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import RelativeConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.progress import say
 
@@ -179,8 +179,8 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
     with torch.device("meta"):  # parameters without storage
         parameters = build_model(config.model).num_parameters()
     attn_implementation = None
-    if isinstance(config.model, RelativeConfig):
-        attn_implementation = choose(config.model.attn_implementation, device_options.choose(), torch.float32).name
+    if config.model.attention_kernel is not None:
+        attn_implementation = choose(config.model.attention_kernel, device_options.choose(), torch.float32).name
     weights = folder.choose_weights() if newest or (folder.path / "model.safetensors").exists() else None
     lengths = weights.used.memory_lengths if weights else None
     return {

@@ -134,6 +134,21 @@ class BaseModelConfig(Settings):
         """Name of the attention kernel, or auto; None for a model that has none."""
         return None
 
+    @property
+    def max_vectors(self) -> int | None:
+        """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
+        return None
+
+    @property
+    def block_width(self) -> int:
+        """Width of the blocks of a layer's matrices: of a head, or of a gate of a recurrent network."""
+        return self.d_model
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the inner activations of a layer."""
+        return self.d_model
+
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
         """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
         return getattr(self, name, None)
@@ -226,6 +241,16 @@ class LayerConfig(Settings):
         return self
 
     @property
+    def gru_gate_bias(self) -> float | None:
+        """Initial bias of the gates that join a residual branch with its input, or None if their sum does."""
+        return None
+
+    @property
+    def has_residual_relu(self) -> bool:
+        """Whether ReLU is applied to the result of each residual branch."""
+        return False
+
+    @property
     def head_dim(self) -> int:
         """H: width of one attention head."""
         return self.d_model // self.n_heads if self.d_head is None else self.d_head
@@ -233,6 +258,16 @@ class LayerConfig(Settings):
 
 class TransformerConfig(LayerConfig, BaseModelConfig):
     """Settings of every architecture with attention and feed-forward layers."""
+
+    @property
+    @override
+    def block_width(self) -> int:
+        return self.head_dim
+
+    @property
+    @override
+    def inner_width(self) -> int:
+        return self.d_ff
 
     @property
     @override
@@ -433,6 +468,16 @@ class BackboneConfig(RelativeLayerConfig):
     gate_bias: float = Field(default=2.0, allow_inf_nan=False)
     """With gating gru: initial value of the gates' biases b_g; the larger, the more of its input a new layer passes on
     unchanged."""
+
+    @property
+    @override
+    def gru_gate_bias(self) -> float | None:
+        return self.gate_bias if self.gating == "gru" else None
+
+    @property
+    @override
+    def has_residual_relu(self) -> bool:
+        return self.residual_relu
 
 
 def _build(value: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RecurrentConfig, RelativeConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import (
     EvaluationPlan,
     ScoredSpan,
@@ -68,7 +68,7 @@ def receptive_field(model: TokenModel, plan: EvaluationPlan) -> int | None:
     memory, num_layers = plan.context_limits.memory_length, model.config.n_layers
     if not memory:
         return plan.extended_context_length
-    if isinstance(model.config, RecurrentConfig):
+    if model.config.is_recurrent:
         return None
     through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
     window = plan.context_limits.attention_window
@@ -119,7 +119,7 @@ def memory_slots(model: TokenModel, length: int, plan: EvaluationPlan) -> int:
 
 def attends_empty_slots(model: TokenModel) -> bool:
     """Return whether memory slots that no token has filled yet are attended (the setting attend_empty_memory)."""
-    return isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory
+    return model.config.attends_empty_slots
 
 
 def _filled_slots(length: int, plan: EvaluationPlan) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.checkpoint_record import MemoryLengths
-from transformer_xl.config import EvaluationConfig, RecurrentConfig, RunConfig
+from transformer_xl.config import EvaluationConfig, RunConfig
 from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run_folder import Run
@@ -55,7 +55,7 @@ def candidate_lengths(config: RunConfig, num_tokens: int) -> list[int]:
     evaluation, trained = config.evaluation, config.train.memory_length
     is_fixed = evaluation.memory_length is not None or evaluation.method == "sliding-window"
     longest = num_tokens // _FILLS
-    if is_fixed or isinstance(config.model, RecurrentConfig) or not 0 < trained <= longest:
+    if is_fixed or config.model.is_recurrent or not 0 < trained <= longest:
         return []
     plan = EvaluationPlan.resolve(config)
     if plan.segment_length > longest:

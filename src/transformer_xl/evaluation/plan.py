@@ -25,7 +25,6 @@ from transformer_xl.config import (
     DynamicConfig,
     EvaluationConfig,
     RunConfig,
-    TransformerConfig,
     UserError,
     check_settings,
     merge,
@@ -283,7 +282,7 @@ def require_inference_memory(
     config, device = model.config, model.device
     size = num_rows * (2 if resolve_dtype(device, dtype) == "bfloat16" else 4)
     # the residual and the inner activations of one layer
-    per_token = config.d_model + (config.d_ff if isinstance(config, TransformerConfig) else config.d_model)
+    per_token = config.d_model + config.inner_width
     uses = [
         MemoryUse(f"a memory of {num_rows:,} x {num_slots:,} tokens", size * min_cache(config, num_slots), advice),
         MemoryUse(

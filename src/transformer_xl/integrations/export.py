@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeConfig, ShawConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.build import build_model
@@ -75,12 +75,12 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
     config = run.config.model
-    if not isinstance(config, RelativeConfig):
+    if config.attention_kernel is None:
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
     limits = EvaluationPlan.resolve(run.config, memory_lengths=run.memory_lengths).context_limits
     if memory_length is not None:
         limits = replace(limits, memory_length=memory_length)
-    _check_limits(limits, config.max_relative_positions if isinstance(config, ShawConfig) else None)
+    _check_limits(limits, config.max_vectors)
     # the kernel that branches on no number of tokens
     model = build_model(config.model_copy(update={"attn_implementation": "reference"}), memory_length=0).eval()
     model.load_state_dict(run.model.state_dict())

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from transformer_xl.config import LayerConfig, RelativeLayerConfig
 from transformer_xl.model.dropout import FastDropout
-from transformer_xl.model.gate import has_residual_relu, make_gate
+from transformer_xl.model.gate import make_gate
 from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
 from transformer_xl.model.linear import PackedLinear
@@ -104,7 +104,7 @@ class RelativeAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = FastDropout(
-            config.dropout, relu=has_residual_relu(config), variational=config.variational_dropout
+            config.dropout, relu=config.has_residual_relu, variational=config.variational_dropout
         )
         self.gate = make_gate(config)
         self.qkv_dropout = FastDropout(config.qkv_dropout, variational=config.variational_dropout)
@@ -201,7 +201,7 @@ class FeedForward(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.relu_dropout = FastDropout(config.dropout, relu=True, variational=config.variational_dropout)
         self.dropout = FastDropout(
-            config.dropout, relu=has_residual_relu(config), variational=config.variational_dropout
+            config.dropout, relu=config.has_residual_relu, variational=config.variational_dropout
         )
         self.gate = make_gate(config)
 

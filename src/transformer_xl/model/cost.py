@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.config import ModelConfig, RelativeConfig
+from transformer_xl.config import ModelConfig
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import without_chunks
 from transformer_xl.model.dropout import dropout_kernel
@@ -116,7 +116,7 @@ def step_cost(
     """
     shape = (batch_size, segment_length, memory_length, extended_context_length)
     flops_config = config
-    if isinstance(config, RelativeConfig):  # FlopCounterMode can count the backward pass of sdpa only
+    if config.attention_kernel is not None:  # FlopCounterMode can count the backward pass of sdpa only
         flops_config = config.model_copy(update={"attn_implementation": "sdpa"})
     with without_chunks():
         _run_step(flops_config, *shape, counter := FlopCounterMode(display=False))

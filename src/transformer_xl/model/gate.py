@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import BackboneConfig, LayerConfig
+from transformer_xl.config import LayerConfig
 from transformer_xl.model.linear import PackedLinear
 
 
@@ -46,11 +46,4 @@ class GRUGate(nn.Module):
 
 def make_gate(config: LayerConfig) -> GRUGate | None:
     """Return the gate of a residual branch, or None if its result is added to its input."""
-    if isinstance(config, BackboneConfig) and config.gating == "gru":
-        return GRUGate(config.d_model, config.gate_bias)
-    return None
-
-
-def has_residual_relu(config: LayerConfig) -> bool:
-    """Return whether ReLU is applied to the result of a residual branch."""
-    return isinstance(config, BackboneConfig) and config.residual_relu
+    return None if config.gru_gate_bias is None else GRUGate(config.d_model, config.gru_gate_bias)

@@ -23,7 +23,6 @@ import yaml
 from transformer_xl.config import (
     ContextSweep,
     RunConfig,
-    TransformerXLConfig,
     UserError,
     check_settings,
     load_recipe,
@@ -335,7 +334,7 @@ def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
         settings = merge(settings, _SMOKE_SETTINGS) | {"evaluation": dict[str, Any]()}
     base: Groups = merge(settings, overrides)
     config = run_settings(base, "settings")
-    if not isinstance(config.model, TransformerXLConfig):
+    if config.model.architecture != "transformer-xl":
         raise UserError(f"recipe {recipe} is for {config.model.architecture}; give one for transformer-xl")
     if not config.train.memory_length:
         raise UserError("train.memory_length 0: systems with and without memory are compared; give 1 or more")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.config import EvaluationConfig, RelativeConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.device import Precision
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel
@@ -137,7 +137,7 @@ class ServedModel:
         empty slots are attended, which makes the results depend on how many tokens are read at once.
         """
         config = self.inference.config
-        attends_empty = isinstance(config, RelativeConfig) and config.attend_empty_memory
+        attends_empty = config.attends_empty_slots
         return memory_length > 0 and not attends_empty
 
     def scoring_reader(self, memory_length: int, num_tokens: int) -> Reader:

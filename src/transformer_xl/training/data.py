@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig
+from transformer_xl.config import RunConfig, TrainConfig
 from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
 from transformer_xl.model.kernels import choose
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
@@ -29,8 +29,8 @@ def open_data(
     dataset = training_dataset(corpus, config.train, world)
     require_memory("training", training_memory(config, dataset.local_batch_size, device, world), device)
     validator = Validator(corpus, config.train, world) if "valid" in corpus.splits else None
-    if isinstance(config.model, RelativeConfig):
-        choose(config.model.attn_implementation, device, torch.float32)  # raises if it does not work on the device
+    if config.model.attention_kernel is not None:
+        choose(config.model.attention_kernel, device, torch.float32)  # raises if it does not work on the device
     check_tensorboard(config.train)
     return dataset, validator
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import TrainConfig, TransformerConfig, UserError
+from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
@@ -164,7 +164,7 @@ def _muon_groups(
         layer_rate_decay: as for `build_optimizers`.
     """
     config = model.config
-    width = config.head_dim if isinstance(config, TransformerConfig) else config.d_model  # a gate of LSTM and QRNN
+    width = config.block_width
     groups: dict[tuple[float, int], list[nn.Parameter]] = {}
     for name, parameter in matrices:
         factor = _rate_factor(name, len(model.layers), layer_rate_decay)

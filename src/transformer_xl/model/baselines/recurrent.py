@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +179,8 @@ class RecurrentModel(LanguageModel):
         super().__init__(config, memory_length=memory_length)
         self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)  # between layers
         layers = [
-            QRNNLayer(config) if isinstance(config, QRNNConfig) else LSTMLayer(config) for _ in range(config.n_layers)
+            QRNNLayer(cast(QRNNConfig, config)) if config.architecture == "qrnn" else LSTMLayer(config)
+            for _ in range(config.n_layers)
         ]
         self.layers = nn.ModuleList(layers)
         self.state_shape = (layers[0].num_state_vectors, config.d_model)
