@@ -9,8 +9,9 @@ import pytest
 from refusals import txl
 from torch import Tensor
 from training_runs import OPTIONS, StopAt, letters_corpus, lines_of, names_in, nats_of, start, train_until
+from typing_extensions import override
 
-from transformer_xl import UserError, resume
+from transformer_xl import Callback, UserError, resume
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.training.train import TrainResult
 from transformer_xl.training.trainer import Trainer
@@ -19,7 +20,7 @@ SETTINGS: dict[str, Any] = {"max_steps": 130, "checkpoint_interval": 25, "eval_i
 
 
 def begin(path: Path, **changed: Any) -> Trainer:
-    """Begin a run on 500 letters, on which its validation loss is lowest after about a hundred steps."""
+    """Begin a run on 500 letters, whose validation loss falls until step 60 at least."""
     return start(path, letters_corpus(corpus_of(path), 500), **SETTINGS | changed)
 
 
@@ -30,6 +31,14 @@ def corpus_of(path: Path) -> Path:
 def go_on(path: Path, stop: int | None = None, **options: Any) -> TrainResult:
     """Resume a run, and stop after a step."""
     return resume(path, corpus_of(path), callbacks=[StopAt(stop)] if stop else [], **options, **OPTIONS)
+
+
+class StopAtOnce(Callback):
+    """Stops training before its first step."""
+
+    @override
+    def on_train_begin(self, trainer: Trainer) -> None:
+        trainer.stop()
 
 
 def lose(trainer: Trainer) -> None:
@@ -109,7 +118,8 @@ def test_best_weights_of_another_validation_text_are_not_compared(tmp_path: Path
 def test_settings_of_training_go_back_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "run"
     train_until(begin(path), 50)
-    go_on(path, 76, train={"learning_rate": 0.002}, evaluation={"memory_length": 5})
+    go_on(path, 60, train={"learning_rate": 0.002})
+    resume(path, corpus_of(path), evaluation={"memory_length": 5}, callbacks=[StopAtOnce()], **OPTIONS)
     assert len(RunFolder.open(path).config.history) == 1
     go_on(path, 51, from_step=50)
     config = RunFolder.open(path).config
