@@ -85,7 +85,7 @@ def ids(rows: int, length: int, vocab_size: int = 256, seed: int = 3) -> Tensor:
 def own_logits(run: Run, ids_BT: Tensor) -> Tensor:
     """Return the logits (B, T, V) as `evaluate` computes them: in segments, with the memory of evaluation."""
     plan = EvaluationPlan.resolve(run.config)
-    memory = run.model.inference_memory(len(ids_BT), plan.context_limits)
+    memory = run.model.initial_memory(len(ids_BT), plan.context_limits)
     parts = []
     for part_BT in ids_BT.split(plan.segment_length, dim=1):
         hidden_BTD, memory = run.model(part_BT, memory)
