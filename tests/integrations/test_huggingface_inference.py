@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from transformer_xl import score
 from transformer_xl.config import UserError
-from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.integrations.huggingface import MemoryCache, from_run
+from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.run_folder import Run
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # in float64
@@ -119,6 +119,11 @@ def scaled(model: Any, name: str) -> nn.Parameter:
     return nn.Parameter(parameter.detach() * 1.5)
 
 
+@torch.no_grad()
+def change_an_element(model: Any) -> None:
+    model.model.embedding.tables[0][3, 5] += 2  # which is not compared
+
+
 def replace_data(model: Any) -> None:
     model.model.embedding.tables[0].data = scaled(model, "embedding.tables.0").data
 
@@ -145,6 +150,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "SGD": lambda model, _: step(model, torch.optim.SGD),
     "fused AdamW": lambda model, _: step(model, torch.optim.AdamW, fused=True),
     "uncounted": lambda model, _: model.model.embedding.tables[0].data.mul_(1.5),
+    "one element": lambda model, _: change_an_element(model),
     "other data": lambda model, _: replace_data(model),
     "other parameter": lambda model, _: replace_parameter(model),
     "load_state_dict": lambda model, _: load_weights(model),
@@ -188,7 +194,7 @@ def test_changed_weights_are_used_and_their_old_caches_refused(change: str, dtyp
 
 def test_an_adapter_that_is_put_back_continues_its_cache(tmp_path: Path) -> None:
     """Disabled and enabled, switched there and back, merged and unmerged."""
-    _model, wrapped = adapted(tmp_path / "run")
+    wrapped = adapted(tmp_path / "run")[1]
     with torch.no_grad():
         cache, text_BT = MemoryCache(), ids(2, 29)
         wrapped(input_ids=text_BT[:, :23], past_key_values=cache)

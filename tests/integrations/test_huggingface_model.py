@@ -37,11 +37,12 @@ WITH_MEMORY = [
 @each_model
 def test_logits_equal_ours(name: str, tmp_path: Path) -> None:
     run, model, _ = opened(tmp_path / "run", name)
-    ids_BT = ids(2, 4 * SEGMENT + 3)
+    ids_BT = ids(2, 75 * SEGMENT + 3)  # more than are computed at once
     with torch.no_grad():
         for use_cache in (True, False):
             torch.testing.assert_close(model(ids_BT, use_cache=use_cache).logits, own_logits(run, ids_BT), **CLOSE)
     single = make_run(tmp_path / "float32", name)
+    ids_BT = ids_BT[:, : 4 * SEGMENT + 3]
     with torch.no_grad():
         logits_BTV = from_run(single)[0](ids_BT).logits
     torch.testing.assert_close(logits_BTV, own_logits(single, ids_BT), rtol=0, atol=4e-6)
@@ -126,11 +127,12 @@ def test_samples_have_the_probabilities_of_our_model(tmp_path: Path) -> None:
         prompt_BT, do_sample=True, top_k=0, max_new_tokens=15, num_return_sequences=4, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    prepared = run.inference()
-    hidden_BTD, memory = prepared(prompt_BT.expand(4, -1))
-    for step, logits_BV in enumerate(made.logits):
-        torch.testing.assert_close(logits_BV, prepared.logits(hidden_BTD)[:, -1].float(), rtol=0, atol=1e-6)
-        hidden_BTD, memory = prepared(made.sequences[:, 3 + step : 4 + step], memory)
+    memory = run.model.initial_memory(4)
+    with torch.no_grad():
+        hidden_BTD, memory = run.model(prompt_BT.expand(4, -1), memory)
+        for step, logits_BV in enumerate(made.logits):
+            torch.testing.assert_close(logits_BV, run.model.logits(hidden_BTD)[:, -1].float(), rtol=0, atol=1e-6)
+            hidden_BTD, memory = run.model(made.sequences[:, 3 + step : 4 + step], memory)
     assert len({tuple(row) for row in made.sequences.tolist()}) == 4
 
 
@@ -180,9 +182,12 @@ def test_text_ends_at_stop_strings(tmp_path: Path) -> None:
 
 @each_model
 def test_padding_changes_no_result(name: str, tmp_path: Path) -> None:
-    """Rows of all lengths, padded on the left and on the right, in fewer and more columns than a segment has."""
+    """Rows of all lengths, padded on the left and on the right.
+
+    They have fewer and more columns than a segment, and more than are computed at once.
+    """
     _, model, _ = opened(tmp_path / "run", name)
-    for width in (SEGMENT, 4 * SEGMENT + 3):
+    for width in (SEGMENT, 4 * SEGMENT + 3, 75 * SEGMENT + 2):
         lengths = [width, width - 3, 1, width // 2 + 1]
         rows = [ids(1, length, seed=length)[0] for length in lengths]
         for side in ("left", "right"):

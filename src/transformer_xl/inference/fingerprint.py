@@ -21,23 +21,18 @@ class Fingerprint:
     """The weights of a model as they were when it was made; comparing takes some hundred microseconds."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         modules = list(model.modules())
         # the dictionaries of the modules themselves, so that what is replaced in them is seen
         self._contents = [module._parameters for module in modules] + [module._modules for module in modules]
         self._adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]  # by PEFT
-        plain = [parameter for parameter in model.parameters() if type(parameter.data) is Tensor]
-        self._addressed = plain  # parameters of other classes (8-bit weights) are only compared as objects
-        self._counted = [parameter for parameter in model.parameters() if not parameter.is_inference()]
+        # those of other classes (8-bit weights) are only compared as objects
+        self._parameters = [parameter for parameter in model.parameters() if type(parameter.data) is Tensor]
         # views, which keep the memory of the parameters: while it is not freed, no others get the same address
         self._elements: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in plain:
+        for parameter in self._parameters:
             self._elements.setdefault((parameter.device, parameter.dtype), []).append(_some_elements(parameter))
-        self._objects, self._numbers, self._values = (
-            list(self._current_objects()),
-            self._current_numbers(),
-            self._read(),
-        )
+        self._model, self._objects = model, list(self._current_objects())
+        self._numbers, self._values = self._current_numbers(), self._current_values()
 
     def matches(self, model: nn.Module) -> bool:
         """Return whether this is the model, and its weights are what they were."""
@@ -47,7 +42,7 @@ class Fingerprint:
             and len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
             and self._current_numbers() == self._numbers
-            and all(map(torch.equal, self._read(), self._values))
+            and all(map(torch.equal, self._current_values(), self._values))
         )
 
     def _current_objects(self) -> Iterator[object]:
@@ -56,15 +51,16 @@ class Fingerprint:
 
     def _current_numbers(self) -> list[object]:
         """Return where the parameters are, how often torch saw them change, and which adapters are in use."""
-        numbers: list[object] = [parameter.data_ptr() for parameter in self._addressed]
-        numbers += [parameter._version for parameter in self._counted]
+        numbers: list[object] = [parameter.data_ptr() for parameter in self._parameters]
+        # of inference tensors torch counts no changes
+        numbers += [parameter.is_inference() or parameter._version for parameter in self._parameters]
         for layer in self._adapted:
             scaling = getattr(layer, "scaling", None)
             numbers += list(layer.active_adapters), list(layer.merged_adapters), layer.disable_adapters
             numbers.append(dict(scaling) if isinstance(scaling, dict) else None)
         return numbers
 
-    def _read(self) -> list[Tensor]:
+    def _current_values(self) -> list[Tensor]:
         """Return the elements that are compared, as bytes, where NaN equals itself."""
         return [torch.cat(views).view(torch.uint8) for views in self._elements.values()]
 

@@ -138,7 +138,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             keeps_memory=keeps_memory,
             has_gradients=has_gradients,
         )
-        if isinstance(reader.memory, TokenMemory) and (output_hidden_states or inputs_embeds is not None):
+        if (output_hidden_states or inputs_embeds is not None) and isinstance(reader.memory, TokenMemory):
             what = "output_hidden_states" if output_hidden_states else "inputs_embeds"
             raise UserError(
                 f"{self.config.architecture} has no memory, so generate reads its last token ids again and cannot have "
@@ -244,22 +244,22 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         token sees: one that attends to empty memory reads as much as it can at once, and one without memory keeps
         tokens.
         """
-        config, segment_length = self.config, self.config.rows_segment_length(training=self.training)
+        segment_length = self.config.rows_segment_length(training=self.training)
         is_continued = cache is not None and not has_gradients
         if is_continued and not model.limits_visible:
             segment_length = STRIDE
         at_once = 1 if has_gradients or not model.limits_visible else max(1, STRIDE // segment_length)
         num_at_once = at_once * segment_length  # with gradients one segment, within which they stay
         memory = None if cache is None else cache.memory
-        limits = config.context_limits(training=self.training)
-        if memory is None and is_continued and not limits.memory_length:
-            memory = model.generation_memory(batch_size, limits, segment_length=config.segment_length)
-        if memory is not None:
-            return Reader(model, memory, segment_length=segment_length), num_at_once
-        # slots for the tokens before the last step at least, which are none for a short row
-        max_tokens = num_tokens if keeps_memory else max(0, num_tokens - 1) // num_at_once * num_at_once
-        reader = Reader.begin(model, batch_size, limits, segment_length=segment_length, max_tokens=max_tokens)
-        return reader, num_at_once
+        if memory is None:
+            limits = self.config.context_limits(training=self.training)
+            if not is_continued or limits.memory_length:
+                # slots for the tokens before the last step at least, which are none for a short row
+                max_tokens = num_tokens if keeps_memory else max(0, num_tokens - 1) // num_at_once * num_at_once
+                reader = Reader.begin(model, batch_size, limits, segment_length=segment_length, max_tokens=max_tokens)
+                return reader, num_at_once
+            memory = model.generation_memory(batch_size, limits, segment_length=self.config.segment_length)
+        return Reader(model, memory, segment_length=segment_length), num_at_once
 
     def _head(
         self,
