@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from transformer_xl import score
 from transformer_xl.config import UserError
-from transformer_xl.integrations.huggingface import MemoryCache, from_run
 from transformer_xl.inference.fingerprint import Fingerprint
+from transformer_xl.integrations.huggingface import MemoryCache, from_run
 from transformer_xl.run_folder import Run
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # in float64
