@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import commit, cpu_model, positive, processor_kind, say
-from golden_cases import Workshop, all_cases, make_corpora
+from golden_cases import CaseFolder, all_cases, make_corpora
 
 GOLDEN = Path(__file__).parent / "golden"
-_workshops: list[Workshop] = []  # of this process
+_workshops: list[CaseFolder] = []  # of this process
 
 
 def start_process(folder: Path) -> None:
@@ -39,7 +39,7 @@ def start_process(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _workshops.append(Workshop(folder))
+    _workshops.append(CaseFolder(folder))
 
 
 def compute(case: str) -> dict[str, Any]:

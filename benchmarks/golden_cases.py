@@ -176,7 +176,7 @@ def make_corpora(folder: Path) -> None:
         prepare(out=folder / name, documents=documents, **settings)
 
 
-class Workshop:
+class CaseFolder:
     """Corpora, and the folder for the runs of one process."""
 
     def __init__(self, corpora: Path) -> None:
@@ -277,7 +277,7 @@ def training_settings(name: str) -> tuple[str | None, str, dict[str, Any], dict[
     return None, corpus, {**sizes(model), **model}, {**lengths, **STEPS, **train}
 
 
-def training(name: str, work: Workshop) -> Entries:
+def training(name: str, work: CaseFolder) -> Entries:
     """Train from random weights."""
     from transformer_xl import train
 
@@ -287,7 +287,7 @@ def training(name: str, work: Workshop) -> Entries:
     yield from results_of(run)
 
 
-def resumed(name: str, work: Workshop) -> Entries:
+def resumed(name: str, work: CaseFolder) -> Entries:
     """Stop at step 7 of a training, and resume it: the results are those of the uninterrupted one."""
     from transformer_xl import Callback, resume, train
 
@@ -307,7 +307,7 @@ def resumed(name: str, work: Workshop) -> Entries:
     yield from stopped.items()
 
 
-def two_processes(parallelism: str, work: Workshop) -> Entries:
+def two_processes(parallelism: str, work: CaseFolder) -> Entries:
     """Train in two processes, started by torchrun."""
     _, corpus, model, settings = training_settings("muon-ema" if parallelism == "ddp" else "adaptive")
     run = work.new("run")
@@ -330,7 +330,7 @@ def two_processes(parallelism: str, work: Workshop) -> Entries:
     yield from results_of(run)
 
 
-def finetuning(name: str, work: Workshop) -> Entries:
+def finetuning(name: str, work: CaseFolder) -> Entries:
     """Train fixed weights on; of an adapter also what it generates beside its base."""
     from transformer_xl import finetune, generate, load_adapter
 
@@ -344,7 +344,7 @@ def finetuning(name: str, work: Workshop) -> Entries:
         yield "beside-its-base", [*completion.token_ids, *completion.logprobs]
 
 
-def initial(name: str, work: Workshop) -> Entries:
+def initial(name: str, work: CaseFolder) -> Entries:
     """Draw initial weights."""
     import torch
 
@@ -357,7 +357,7 @@ def initial(name: str, work: Workshop) -> Entries:
     yield "weights", digest(build_model(config.model, memory_length=train["memory_length"]).state_dict())
 
 
-def evaluation(name: str, method: str, work: Workshop) -> Entries:
+def evaluation(name: str, method: str, work: CaseFolder) -> Entries:
     """Score the test text."""
     import numpy as np
 
@@ -370,7 +370,7 @@ def evaluation(name: str, method: str, work: Workshop) -> Entries:
     yield "losses", sums(np.load(file))
 
 
-def scoring(name: str, work: Workshop) -> Entries:
+def scoring(name: str, work: CaseFolder) -> Entries:
     """Score texts, words and a stream that is read in parts, saved and continued."""
     from transformer_xl import SurprisalStream, score, surprisal
 
@@ -388,7 +388,7 @@ def scoring(name: str, work: Workshop) -> Entries:
     yield "stream", sums(nats for part in parts for nats in part.nats_K)
 
 
-def generation(name: str, prompt: str, work: Workshop) -> Entries:
+def generation(name: str, prompt: str, work: CaseFolder) -> Entries:
     """Continue a prompt in many ways."""
     from transformer_xl import beam_search, generate, stream
 
@@ -417,7 +417,7 @@ def completions(method: str, found: Any) -> Entries:
     yield f"{method}/logprobs", sums(value for one in found for value in one.logprobs)
 
 
-def serving(dtype: str, work: Workshop) -> Entries:
+def serving(dtype: str, work: CaseFolder) -> Entries:
     """Ask a server over HTTP."""
     words = ["-m", "transformer_xl", "serve", str(work.fixed("wide")), "--port=0", "--threads=1", f"--dtype={dtype}"]
     words += ["--chat-template=plain", "--max-memory-length=64"]
@@ -439,7 +439,7 @@ def serving(dtype: str, work: Workshop) -> Entries:
         process.communicate()
 
 
-def transformers(name: str, work: Workshop) -> Entries:
+def transformers(name: str, work: CaseFolder) -> Entries:
     """Use a model in transformers: directly, and from a folder."""
     import torch
 
@@ -462,7 +462,7 @@ def transformers(name: str, work: Workshop) -> Entries:
             yield f"{prompt}/{source}/greedy", each.generate(tokens, **options)[:, length:].tolist()
 
 
-def lm_eval(name: str, work: Workshop) -> Entries:
+def lm_eval(name: str, work: CaseFolder) -> Entries:
     """Answer requests of lm_eval."""
     from lm_eval.api.instance import Instance
 
@@ -479,7 +479,7 @@ def lm_eval(name: str, work: Workshop) -> Entries:
         yield f"{windows}/rolling", model.loglikelihood_rolling(rolling, True)
 
 
-def forward(name: str, work: Workshop) -> Entries:
+def forward(name: str, work: CaseFolder) -> Entries:
     """Call a model itself, on segments with memory, and in 8-bit integers."""
     import torch
 
@@ -511,7 +511,7 @@ def forward(name: str, work: Workshop) -> Entries:
     yield "backbone", sums(torch.cat(found, 1).flatten())
 
 
-def commands(name: str, work: Workshop) -> Entries:
+def commands(name: str, work: CaseFolder) -> Entries:
     """Run a command, and yield the numbers and texts of its JSON, but for times and paths."""
     paths = {"RUN": work.fixed("transformer-xl"), "CORPUS": work.corpora / "bytes", "OUT": work.new("out")}
     paths["TEXT"] = work.new("text")
@@ -534,7 +534,7 @@ def commands(name: str, work: Workshop) -> Entries:
     yield "values", list(leaves(objects))
 
 
-def old_checkpoints(work: Workshop) -> Iterator[tuple[str, Path, dict[str, Any], str]]:
+def old_checkpoints(work: CaseFolder) -> Iterator[tuple[str, Path, dict[str, Any], str]]:
     """Yield name, path, arguments of `convert` and a text of each small checkpoint of another program."""
     sys.path.insert(0, str(TESTS))
     import torch
@@ -562,7 +562,7 @@ def old_checkpoints(work: Workshop) -> Iterator[tuple[str, Path, dict[str, Any],
         yield f"tensorflow/{folder.name}", folder, {"tokenizer": "integer"}, numbers
 
 
-def converted(work: Workshop) -> Entries:
+def converted(work: CaseFolder) -> Entries:
     """Convert checkpoints of other programs, score with them and generate."""
     from transformer_xl import convert, generate, load, score
 
@@ -575,7 +575,7 @@ def converted(work: Workshop) -> Entries:
         yield f"{name}/greedy", list(generate(run, prompt, greedy=True, max_new_tokens=20).token_ids)
 
 
-def corpora(work: Workshop) -> Entries:
+def corpora(work: CaseFolder) -> Entries:
     """Check the token ids of the corpora."""
     import numpy as np
 
@@ -584,9 +584,9 @@ def corpora(work: Workshop) -> Entries:
         yield name, hashlib.sha256(b"".join(ids)).hexdigest()
 
 
-def all_cases() -> dict[str, Callable[[Workshop], Entries]]:
+def all_cases() -> dict[str, Callable[[CaseFolder], Entries]]:
     """Return the cases by the beginning of the names of their entries, the slowest first."""
-    found: dict[str, Callable[[Workshop], Entries]] = {f"train/{name}": partial(training, name) for name in TRAINING}
+    found: dict[str, Callable[[CaseFolder], Entries]] = {f"train/{name}": partial(training, name) for name in TRAINING}
     found |= {f"train/2-processes-{name}": partial(two_processes, name) for name in ("ddp", "fsdp")}
     found |= {f"train/resumed-{name}": partial(resumed, name) for name in ("muon-ema", "shuffled", "n-grams")}
     found |= {f"serve/{dtype}": partial(serving, dtype) for dtype in ("float32", "bfloat16")}

@@ -45,10 +45,12 @@ class Reader:
         limits = memory.context_limits
         if partial and model.limits_visible and segment_length > 1:
             memory = memory.resized(memory.length + segment_length - 1)
-        self._set_up(model, memory, limits, segment_length)
+        self._set_up(model, memory, limits, segment_length, is_new=False)
 
-    def _set_up(self, model: TokenModel, memory: Memory, limits: ContextLimits, segment_length: int) -> None:
-        self.model, self.segment_length = model, segment_length
+    def _set_up(
+        self, model: TokenModel, memory: Memory, limits: ContextLimits, segment_length: int, *, is_new: bool
+    ) -> None:
+        self.model, self.segment_length, self._is_new = model, segment_length, is_new
         self.num_read = [0] * memory.batch_size
         """Number of tokens that each row has read."""
         self.last_hidden_B1D: Tensor | None = None
@@ -90,7 +92,7 @@ class Reader:
             num_slots = num_slots if max_tokens is None else min(num_slots, max_tokens)
         reader = cls.__new__(cls)
         memory = model.initial_memory(batch_size, replace(context_limits, memory_length=num_slots))
-        reader._set_up(model, memory, context_limits, segment_length)
+        reader._set_up(model, memory, context_limits, segment_length, is_new=True)
         return reader
 
     @property
@@ -169,13 +171,20 @@ class Reader:
         """Return whether a token of the next step sees less than all of memory and step."""
         if not self.model.limits_visible:
             return False
-        is_wide = self._memory.length > self._limits.memory_length
+        slots, ends = self._memory.length, [read + count for read, count in zip(self.num_read, counts, strict=True)]
+        if self._is_new and self._last_start(ends) <= self._limits.memory_length:
+            return False  # the memory of a new text has nothing before its first token
+        is_wide = slots > self._limits.memory_length
         assert is_wide or all(
-            not count or not read % self.segment_length or read <= self._memory.length
+            not count or not read % self.segment_length or read <= slots
             for read, count in zip(self.num_read, counts, strict=True)
         ), "to go on inside a segment, a reader must be partial"
         crosses = any(count > self._left(row) for row, count in enumerate(counts))
         return crosses or (is_wide and max(self.num_read) > self._limits.memory_length)
+
+    def _last_start(self, ends: Sequence[int]) -> int:
+        """Return the position in its text of the last segment that begins before these ends."""
+        return max((end - 1) // self.segment_length * self.segment_length for end in ends)
 
     def _visible(self, counts: Sequence[int], num_new: int) -> Tensor:
         """Return how many keys each token of the next step sees, itself included, (B, T)."""

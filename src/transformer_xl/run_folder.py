@@ -93,8 +93,8 @@ class Run(Displayed):
     def inference(self, dtype: Precision = "float32") -> InferenceModel:
         """Return the model prepared for reading and generating.
 
-        It is prepared once for each dtype, and again if the weights have changed since; then memories of before are
-        refused.
+        It is prepared once for each dtype, and again if the weights have changed since, as far as `Fingerprint` sees
+        it; then memories of before are refused.
 
         Args:
             dtype: of matrix products: float32, bfloat16, or auto.
@@ -102,9 +102,14 @@ class Run(Displayed):
         resolved = resolve_dtype(self.model.device, dtype)
         prepared, fingerprint = self._prepared.get(resolved, (None, None))
         if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
+            if prepared is not None:
+                self._prepared.clear()  # those of other dtypes are of the old weights too
             prepared = prepare_inference(self.model, dtype)
             self._prepared[resolved] = prepared, Fingerprint(self.model)
         return prepared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": {}}  # a copy prepares its own
 
     @property
     def memory_lengths(self) -> MemoryLengths | None:
@@ -325,7 +330,9 @@ class RunFolder:
                 "with --checkpoint last"
             )
         averaged = self.config.train.weight_average != "none"
-        if best is not None and best.step == last.step and not averaged:  # the same weights
+        # the same weights, unless training went back and came to the same step by another way
+        is_same = best is not None and last.valid_nats_per_token in (None, best.valid_nats_per_token)
+        if best is not None and best.step == last.step and is_same and not averaged:
             last = replace(last, memory_lengths=best.memory_lengths)
         if best is not None and best.valid_nats_per_token is None and not averaged:
             best = None

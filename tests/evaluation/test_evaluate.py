@@ -212,11 +212,11 @@ def test_evaluate_has_no_side_effects(run: Run, training: bool, monkeypatch: pyt
     assert all(weight.grad is None and weight.requires_grad for weight in run.model.parameters())
     assert evaluate(run, split).nats_per_token == first.nats_per_token  # no dropout
 
-    def interrupt(*_: object) -> None:
-        assert not run.model.training
+    def interrupt(model: Any, *_: object) -> None:
+        assert not model.training
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(run.model), "forward", interrupt)
+    monkeypatch.setattr(type(run.model), "run_layers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, split)
     assert run.model.training is training

@@ -201,13 +201,13 @@ def test_reset_memory_scores_each_document_as_a_text_of_its_own(
 def test_documents_of_one_segment_are_one_batch_without_memory(make_model, monkeypatch) -> None:
     """No document is longer than a segment, so no memory slot would be filled, and the memory has length 0."""
     model = make_model(memory_length=11)
-    shapes, forward = [], type(model).forward  # batch size, tokens and memory length of each call
+    shapes, run_layers = [], type(model).run_layers  # batch size, tokens and memory length of each call
 
-    def recorded(self, tokens_BT, memory, **options):
-        shapes.append((*tokens_BT.shape, memory.length))
-        return forward(self, tokens_BT, memory, **options)
+    def recorded(self, x_BTD, memory, *options):
+        shapes.append((*x_BTD.shape[:2], memory.length))
+        return run_layers(self, x_BTD, memory, *options)
 
-    monkeypatch.setattr(type(model), "forward", recorded)
+    monkeypatch.setattr(type(model), "run_layers", recorded)
     text = TokenizedText(random_tokens(997), BOS, np.arange(0, 997, 7))  # 143 documents of at most 7 tokens
     list(stream_losses(model, text, EvaluationPlan(64, ContextLimits(11), reset_memory=True)))
     assert shapes == [(143, 7, 0)]
@@ -259,13 +259,16 @@ def test_batches_of_other_architectures_are_exact_or_refused(settings: dict[str,
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_closing_the_losses_restores_the_training_mode(make_model, training) -> None:
+def test_the_training_mode_stays_as_it_is(make_model, training) -> None:
+    """But while dynamic evaluation trains the weights, without dropout."""
     model, text = make_model(dropout=0.3).train(training), TokenizedText(random_tokens(37), BOS)
-    chunks = stream_losses(model, text, EvaluationPlan(5, ContextLimits(11)))
-    next(chunks)
-    assert not model.training
-    chunks.close()
-    assert all(module.training is training for module in model.modules())
+    for method in ("memory", "dynamic"):
+        dynamic = DynamicConfig(optimizer="sgd")
+        chunks = stream_losses(model, text, EvaluationPlan(5, ContextLimits(11), method=method, dynamic=dynamic))
+        next(chunks)
+        assert model.training is (training and method == "memory")
+        chunks.close()
+        assert all(module.training is training for module in model.modules())
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

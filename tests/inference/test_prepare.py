@@ -6,6 +6,7 @@ Shape suffixes: B batch size, T tokens, D model width.
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from tensors import assert_same_tensors, copied_tensors, run_parts
 from torch import Tensor
 
 from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError
-from transformer_xl.config import LoraConfig
+from transformer_xl.config import LoraConfig, RunConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.linear import PackedLinear, packed_weights, packs
 from transformer_xl.model.lora import add_lora, merge_lora
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.run_folder import Run
+from transformer_xl.text.tokenizers import ByteTokenizer
 
 REFUSED = "keys and values of another model, or of other weights"
 
@@ -150,3 +153,20 @@ def test_weights_are_packed_within_a_context_and_dropped_after_it(tokens):
             torch.testing.assert_close(model(text_BT)[0], expected_BTD, rtol=0, atol=1e-4)
         assert not packed_layers(model)
         assert torch.equal(model(text_BT)[0], expected_BTD)
+
+
+def test_a_run_prepares_again_after_changes_and_a_copy_of_it_has_no_prepared_models(make_model):
+    run = Run(make_model().float(), ByteTokenizer(), RunConfig())
+    single, low = run.inference(), run.inference("bfloat16")
+    assert (run.inference(), run.inference("bfloat16")) == (single, low)
+    calls: list[int] = []
+    handle = run.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    run.inference()(torch.tensor([[1, 2, 3]]))
+    assert calls == [1]  # the hook itself, in a model that was prepared again
+    assert run.inference("bfloat16") is not low
+    handle.remove()
+    with torch.no_grad():
+        run.model.layers[0].attention.norm.bias.add_(1)
+    assert run.inference() is not single
+    assert not copy.deepcopy(run)._prepared
+    assert not pickle.loads(pickle.dumps(run))._prepared

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from refusals import txl
 from torch import Tensor
 from training_runs import OPTIONS, StopAt, letters_corpus, lines_of, names_in, nats_of, start, train_until
@@ -161,3 +162,17 @@ def test_training_goes_back_from_a_damaged_checkpoint(tmp_path: Path) -> None:
         go_on(path)
     assert go_on(path, 51, from_step=50).step == 51
     assert names_in(path) == ["step-00000050", "step-00000051", "step-00000075.aside"]
+
+
+def test_settings_that_a_killed_return_lost_are_named_and_equal_steps_are_not_equal_weights(tmp_path: Path) -> None:
+    """Training that goes back and comes to the step of the best weights has other weights there."""
+    path = tmp_path / "run"
+    train_until(begin(path), 60)
+    go_on(path, from_step=50, train={"max_steps": 60, "learning_rate": 1e-6, "eval_interval": 10})
+    chosen = RunFolder.open(path).choose_weights("last")
+    assert (chosen.used.step, chosen.others[0].step) == (60, 60)
+    assert chosen.used.valid_nats_per_token != chosen.others[0].valid_nats_per_token
+    (path / "checkpoints" / "step-00000060").rename(path / "checkpoints" / "step-00000060.aside")
+    trainer = Trainer(RunFolder.open(path), RunFolder.open(path).open_corpus(corpus_of(path)), torch.device("cpu"))
+    messages = trainer.resume()
+    assert ["settings that were given then are lost" in message for message in messages] == [True]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import UserError
-from transformer_xl.device import MemoryUse, require_memory
+from transformer_xl.device import MemoryUse, autocast, require_memory
 from transformer_xl.evaluation.memory import TextSequence, segment_tensors
-from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
+from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -140,7 +140,7 @@ def _read_with_gradients(
         length = min(plan.segment_length, sequence.length - offset)
         context_length = min(plan.extended_context_length, offset)
         inputs_BX, targets_BT = segment_tensors(text, [sequence], offset, length, context_length=context_length)
-        with compute_context(device, plan.dtype, gradients=True):
+        with torch.enable_grad(), autocast(device, plan.dtype):
             hidden_BXD, memory = model(inputs_BX.to(device), memory)
             nats_BT = model.nats(hidden_BXD[:, -length:], targets_BT, temperature=plan.softmax_temperature)
         # allow_unused: some weights may not affect the loss, such as those of an adaptive softmax's tails

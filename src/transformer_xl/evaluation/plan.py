@@ -10,8 +10,7 @@ Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +28,7 @@ from transformer_xl.config import (
     check_settings,
     merge,
 )
-from transformer_xl.device import MemoryUse, Precision, autocast, has_bfloat16, require_memory, resolve_dtype
+from transformer_xl.device import MemoryUse, Precision, has_bfloat16, require_memory, resolve_dtype
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_cache
@@ -292,10 +291,3 @@ def require_inference_memory(
         ),
     ]
     require_memory(task, uses, device)
-
-
-@contextmanager
-def compute_context(device: torch.device, dtype: Precision, *, gradients: bool = False) -> Iterator[None]:
-    """Compute in `dtype`, and in inference mode unless gradients are needed."""
-    with torch.enable_grad() if gradients else torch.inference_mode(), autocast(device, dtype):
-        yield

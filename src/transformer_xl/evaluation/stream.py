@@ -31,7 +31,7 @@ from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.device import resolve_dtype
-from transformer_xl.evaluation.evaluate import check_weights, eval_mode, override_config
+from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
 from transformer_xl.files import as_path
 from transformer_xl.reader import Reader
@@ -170,8 +170,10 @@ class SurprisalStream:
             extra: JSON values to store with it.
 
         Raises:
-            UserError: the file system refuses; an existing file is unchanged.
+            UserError: the file system refuses, or the weights of the run have changed; an existing file is unchanged.
         """
+        if self.run.inference(self.plan.dtype) is not self._model:
+            raise UserError("the weights of the run have changed since the stream began; begin a new stream")
         values = {
             **self._identity(),
             "num_before": len(self._before_X),
@@ -234,15 +236,14 @@ class SurprisalStream:
         length, position = self.plan.segment_length, self.num_tokens
         self._segment_T = np.concatenate([self._segment_T, ids_K])
         ids, nats = [np.zeros(0, dtype=np.int64)], list[Tensor]()
-        with eval_mode(self._model.model):
-            while len(self._segment_T) >= length or (everything and self.num_waiting):
-                segment_T = self._segment_T[:length]
-                nats.append(self._read_segment(segment_T)[self._num_returned :])
-                ids.append(segment_T[self._num_returned :])
-                self._num_returned = len(segment_T)
-                if len(segment_T) == length:
-                    self._segment_T, self._num_returned = self._segment_T[length:], 0
-                    self._num_tokens += length
+        while len(self._segment_T) >= length or (everything and self.num_waiting):
+            segment_T = self._segment_T[:length]
+            nats.append(self._read_segment(segment_T)[self._num_returned :])
+            ids.append(segment_T[self._num_returned :])
+            self._num_returned = len(segment_T)
+            if len(segment_T) == length:
+                self._segment_T, self._num_returned = self._segment_T[length:], 0
+                self._num_tokens += length
         self._segment_T = self._segment_T.copy()  # a view would keep all tokens
         nats_K = torch.cat(nats).cpu().numpy() if nats else np.zeros(0)
         return ScoredTokens(position, np.concatenate(ids), nats_K.astype(np.float64))

@@ -29,7 +29,7 @@ from transformer_xl.generation.sampling import (
     process_logits,
     sample,
 )
-from transformer_xl.inference import InferenceModel, TokenModel
+from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import STRIDE, Reader
 
@@ -231,7 +231,7 @@ def check_inputs(model: TokenModel, prompts: Sequence[Sequence[int]], eos_token_
     Raises:
         UserError: the model is in training mode, there is no prompt, a prompt is empty, or a token id is out of range.
     """
-    if (model.model if isinstance(model, InferenceModel) else model).training:
+    if model.training:
         raise UserError("the model is in training mode, where dropout is active; call model.eval() first")
     if not len(prompts):
         raise UserError("no prompt was given; give at least one")

@@ -1,7 +1,8 @@
 """Finds whether a model still has the weights that something was made from, whoever changed them and however.
 
 torch counts changes of a parameter in place, but not those by its fused optimizers or through `parameter.data`, so a
-few elements of each parameter are compared too: only an uncounted change that spares all of them stays unseen. A layer
+few elements of each parameter are compared too: only an uncounted change that spares all of them stays unseen, and so
+does another `forward` or `eps` of a module. A layer
 of PEFT also computes something else when another adapter is active, or one is merged, disabled or scaled.
 """
 
@@ -23,7 +24,8 @@ class Fingerprint:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         # the dictionaries of the modules themselves, so that what is replaced in them is seen
-        self._contents = [module._parameters for module in modules] + [module._modules for module in modules]
+        names = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+        self._contents = [getattr(module, name) for module in modules for name in names]
         self._adapted: list[Any] = [module for module in modules if hasattr(module, "merged_adapters")]  # by PEFT
         # those of other classes (8-bit weights) are only compared as objects
         self._parameters = [parameter for parameter in model.parameters() if type(parameter.data) is Tensor]

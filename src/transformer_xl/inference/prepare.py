@@ -13,7 +13,7 @@ Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, K most 
 from __future__ import annotations
 
 import copy
-import itertools
+import secrets
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -32,7 +32,6 @@ from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel | Backbone)
-_owners = itertools.count(1)
 
 
 class InferenceModel:
@@ -73,7 +72,7 @@ class InferenceModel:
         with self.computing():
             return self.model.generation_memory(batch_size, context_limits, segment_length=segment_length)
 
-    def __call__(self, tokens: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
+    def __call__(self, tokens_BT: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
         """Process T tokens of each batch row; arguments and results are those of the model's `forward`.
 
         Raises:
@@ -81,10 +80,10 @@ class InferenceModel:
         """
         with self.computing():
             if self._tables is None or inputs:
-                return self.model(tokens, memory, **inputs)
+                return self.model(tokens_BT, memory, **inputs)
             model = self.model
             assert isinstance(model, RelativeLanguageModel | Backbone)
-            x_BTD, memory = model.embed(tokens, memory)
+            x_BTD, memory = model.embed(tokens_BT, memory)
             if not self._tables.accept(x_BTD, memory):
                 states_BTD, memory = model.run_layers(x_BTD, memory)
                 return states_BTD[-1], memory
@@ -92,21 +91,21 @@ class InferenceModel:
             return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
 
     def hidden_states(
-        self, tokens: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
+        self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
     ) -> tuple[list[Tensor], Memory]:
         """Return the hidden states of all layers, as `LanguageModel.hidden_states`."""
         with self.computing():
-            return self.model.hidden_states(tokens, memory, **inputs)
+            return self.model.hidden_states(tokens_BT, memory, **inputs)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
         with self.computing():
             return self.model.logits(hidden_BTD)
 
-    def nats(self, hidden_BTD: Tensor, targets: TokenIds, *, temperature: float = 1.0) -> Tensor:
+    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target in nats (B, T), as `LanguageModel.nats`."""
         with self.computing():
-            return self.model.nats(hidden_BTD, targets, temperature=temperature)
+            return self.model.nats(hidden_BTD, targets_BT, temperature=temperature)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return logits and ids of the k most likely next tokens, (B, T, K) each, as `LanguageModel.topk`."""
@@ -134,16 +133,17 @@ TokenModel = InferenceModel | LanguageModel
 def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float32") -> InferenceModel:
     """Return a model for reading and generating with the weights that a model has now.
 
-    The matrices of linear layers are converted and packed; all other weights are shared with the model.
+    The matrices of linear layers are converted and packed; all other weights are shared with the model, so what was
+    prepared is of no use after a change of its weights, and nothing notices that.
 
     Args:
-        model: the model, which is unchanged; after a change of its weights, prepare it again.
+        model: the model, which is unchanged.
         dtype: of matrix products: float32, bfloat16, or auto for bfloat16 where the hardware supports it.
     """
     resolved: Precision = "bfloat16" if resolve_dtype(model.device, dtype) == "bfloat16" else "float32"
     of_products = torch.bfloat16 if resolved == "bfloat16" else model.like.dtype
     prepared = with_matrices_in(model, of_products).eval().requires_grad_(False)
-    prepared.owner = next(_owners)
+    prepared.owner = secrets.randbits(63)  # also unlike those of other processes, where memories are pickled
     for module in prepared.modules():
         if isinstance(module, PackedLinear):
             module.pack(of_products)
@@ -161,6 +161,9 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     matrices = {id(linear.weight): linear.weight for linear in linears}
     # parameters of their own, which share the memory of the weights: no gradient is wanted of these
     shared = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()}
+    for module in model.modules():  # hooks are called as they are, not copies of them with the objects they belong to
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            shared |= {id(hook): hook for hook in hooks.values()}
     converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
     return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies
 

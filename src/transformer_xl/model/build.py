@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from transformer_xl.config import AbsoluteConfig, ModelConfig, RecurrentConfig, ShawConfig, TransformerXLConfig
+from transformer_xl.config import (
+    AbsoluteConfig,
+    ModelConfig,
+    RecurrentConfig,
+    ShawConfig,
+    TransformerXLConfig,
+    check_type,
+)
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
 from transformer_xl.model.baselines.recurrent import RecurrentModel
 from transformer_xl.model.baselines.shaw import ShawTransformer
@@ -28,5 +35,5 @@ def build_model(config: ModelConfig, *, memory_length: int | None = None) -> Lan
         return RecurrentModel(config, **lengths)
     if isinstance(config, ShawConfig):
         return ShawTransformer(config, **lengths)
-    assert isinstance(config, TransformerXLConfig)
+    check_type(config, TransformerXLConfig, "config", "give the settings of a model, such as TransformerXLConfig()")
     return TransformerXL(config, **lengths)

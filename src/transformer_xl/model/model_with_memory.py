@@ -94,8 +94,8 @@ class ModelWithMemory(nn.Module, ABC):
             raise UserError("this memory was made by another model; start with initial_memory")
         if memory.owner is not None and memory.owner != self.owner:
             raise UserError(
-                "this memory holds keys and values of another model, or of other weights than it has now; begin with a "
-                "new initial_memory of the model that prepare_inference returned"
+                "this memory holds keys and values of another model, or of other weights or another dtype than it has "
+                "now; begin with a new initial_memory of the model that prepare_inference returned"
             )
         return memory
 

@@ -192,6 +192,12 @@ def set_aside_after(folder: RunFolder, step: int) -> list[Path]:
     return kept_aside
 
 
+def returned_unsaved(path: Path) -> bool:
+    """Return whether training went back to a checkpoint and was stopped before the next one."""
+    saved = path.stat().st_mtime
+    return any(aside.stat().st_mtime > saved for aside in path.parent.glob(f"step-*{_ASIDE}"))
+
+
 def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, **changes: Any) -> None:
     """Replace fields of the newest checkpoint's record, and those fields of its state that are given.
 

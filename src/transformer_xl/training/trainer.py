@@ -28,6 +28,7 @@ from transformer_xl.training.callbacks import Callback, StepSums, TrainerState
 from transformer_xl.training.checkpoint import (
     checkpoint_at,
     load_checkpoint,
+    returned_unsaved,
     save_checkpoint,
     set_aside_after,
     trained_config,
@@ -145,6 +146,11 @@ class Trainer:
         with self.world.raise_together():
             if self.world.is_first:
                 remove_leftovers(folder.path)
+                if from_step is None and path is not None and returned_unsaved(path):
+                    warnings.append(
+                        f"training went back to step {self.state.step:,} and was stopped before its next checkpoint: "
+                        "the settings that were given then are lost; stop and give them again"
+                    )
                 if from_step is not None and (aside := set_aside_after(folder, from_step)):
                     warnings.append(f"kept aside until training has passed them: {', '.join(map(str, aside))}")
                 self._log.rewind(self.state.step, self.state.validation_step)

@@ -202,8 +202,8 @@ class RecurrentModel(LanguageModel):
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory[RecurrentCache]:
         limits = self.check_limits(context_limits)
-        # in the dtype of the softmax bias: layers may have bfloat16 weights (`precision.py`), but a state is a sum over
-        # the whole text, for which bfloat16 is too inexact
+        # in the dtype of the softmax bias: layers may have bfloat16 weights (`prepare_inference`), but a state is a sum
+        # over the whole text, for which bfloat16 is too inexact
         like = self.softmax.bias
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         zeros = (torch.zeros(batch_size, *self.state_shape, dtype=like.dtype, device=like.device) for _ in self.layers)
