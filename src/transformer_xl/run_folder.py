@@ -417,19 +417,6 @@ class RunFolder:
             raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
         return entries
 
-    def trained_config(self) -> RunConfig | None:
-        """Return the settings in the newest checkpoint, or None if there is no checkpoint.
-
-        They are what training had. config.yaml can differ if it was edited, or if the run was killed between writing
-        the two files.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
-        newest = self.latest_checkpoint()
-        config = CheckpointRecord.read(newest).config if newest else None
-        return None if config is None else run_settings(config, str(newest))
-
     def write_config(self) -> None:
         """Write config.yaml, if it has other settings.
 
@@ -463,7 +450,9 @@ class RunFolder:
 
     def _verify_config(self) -> list[str]:
         """Compare config.yaml and txl_tokenizer.json with what checkpoints and weights record of them."""
-        file, best, trained = self.path / "config.yaml", self.path / self.weights_name, self.trained_config()
+        file, best, trained = self.path / "config.yaml", self.path / self.weights_name, None
+        if newest := self.latest_checkpoint():
+            trained = trained_config(newest)
         if trained is not None and self.config not in (trained, trained.before_last_change()):
             difference = first_difference(self.config.model_dump(mode="json"), trained.model_dump(mode="json"))
             raise UserError(
@@ -531,14 +520,6 @@ class RunFolder:
             f"{self.path} is an adapter of {folders[0]}, which is no run here; give the base's new folder: "
             f"txl train --resume {quoted(self.path)} --base DIR, or txl convert {quoted(self.path)} RUN --base DIR"
         )
-
-    def load_model(self, device: torch.device, checkpoint: CheckpointName = "best") -> LanguageModel:
-        """Build the model with the run's weights, in evaluation mode.
-
-        Raises:
-            UserError: the run has no weights, or they are damaged or do not fit the settings.
-        """
-        return self.load_run(device, checkpoint).model
 
     def check_adapter(self, file: Path) -> None:
         """Check that config.yaml has the base and the settings that the adapter in a file was trained with.
@@ -655,6 +636,18 @@ def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any], pre
         if value != other:
             return f"{prefix}{name} is {value}, not {other}"
     raise AssertionError("the settings are equal")
+
+
+def trained_config(checkpoint: Path) -> RunConfig | None:
+    """Return the settings that training had when it wrote a checkpoint, or None in one of an earlier version.
+
+    config.yaml can differ if it was edited, or if the run was killed between writing the two files.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    config = CheckpointRecord.read(checkpoint).config
+    return None if config is None else run_settings(config, str(checkpoint))
 
 
 def config_text(config: RunConfig) -> str:

@@ -104,7 +104,7 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     trainer = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     trainer.run()
     assert torch.equal(weights_of(trainer.model), weights_of(without.model))  # training is unchanged
-    last, best = trainer.folder.metrics()[-1], trainer.folder.load_model(CPU, "best")
+    last, best = trainer.folder.metrics()[-1], trainer.folder.load_run(CPU, "best").model
     assert (last["split"], last["step"]) == ("valid", 17)  # 17 is max_steps
     assert last["nats_per_token"] == trainer.state.best_nats
     tokens = corpus.split("valid").tokens

@@ -31,7 +31,26 @@ def _integers(value: Any) -> Any:
     return value
 
 
-class BaseModelConfig(Settings):
+class _Architecture(Settings):
+    """What other parts ask of the settings of any architecture, in place of its class."""
+
+    @property
+    def attends_empty_slots(self) -> bool:
+        """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
+        return getattr(self, "attend_empty_memory", False)
+
+    @property
+    def attention_kernel(self) -> str | None:
+        """Name of the attention kernel, or auto; None for a model that has none."""
+        return getattr(self, "attn_implementation", None)
+
+    @property
+    def max_vectors(self) -> int | None:
+        """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
+        return getattr(self, "max_relative_positions", None)
+
+
+class BaseModelConfig(_Architecture):
     """Settings that every architecture has: sizes, embedding and softmax."""
 
     has_memory: ClassVar[bool] = True
@@ -125,29 +144,14 @@ class BaseModelConfig(Settings):
         return {name: need for name, need in needed.items() if need}
 
     @property
-    def attends_empty_slots(self) -> bool:
-        """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
-        return False
-
-    @property
-    def attention_kernel(self) -> str | None:
-        """Name of the attention kernel, or auto; None for a model that has none."""
-        return None
-
-    @property
-    def max_vectors(self) -> int | None:
-        """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
-        return None
-
-    @property
     def block_width(self) -> int:
         """Width of the blocks of a layer's matrices: of a head, or of a gate of a recurrent network."""
-        return self.d_model
+        return getattr(self, "head_dim", self.d_model)
 
     @property
     def inner_width(self) -> int:
         """Width of the inner activations of a layer."""
-        return self.d_model
+        return getattr(self, "d_ff", self.d_model)
 
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
         """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
@@ -206,7 +210,7 @@ class BaseModelConfig(Settings):
         return tuple(width // self.div_val**index for index in range(len(self.cluster_boundaries) - 1))
 
 
-class LayerConfig(Settings):
+class LayerConfig(_Architecture):
     """Settings of attention and feed-forward layers, which the layers of a model and those of a backbone have."""
 
     if TYPE_CHECKING:  # settings that a model or a backbone declares, and its layers use
@@ -243,12 +247,12 @@ class LayerConfig(Settings):
     @property
     def gru_gate_bias(self) -> float | None:
         """Initial bias of the gates that join a residual branch with its input, or None if their sum does."""
-        return None
+        return getattr(self, "gate_bias", None) if getattr(self, "gating", "none") == "gru" else None
 
     @property
     def has_residual_relu(self) -> bool:
         """Whether ReLU is applied to the result of each residual branch."""
-        return False
+        return getattr(self, "residual_relu", False)
 
     @property
     def head_dim(self) -> int:
@@ -258,16 +262,6 @@ class LayerConfig(Settings):
 
 class TransformerConfig(LayerConfig, BaseModelConfig):
     """Settings of every architecture with attention and feed-forward layers."""
-
-    @property
-    @override
-    def block_width(self) -> int:
-        return self.head_dim
-
-    @property
-    @override
-    def inner_width(self) -> int:
-        return self.d_ff
 
     @property
     @override
@@ -288,16 +282,6 @@ class RelativeLayerConfig(LayerConfig):
     """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
 
     @property
-    def attends_empty_slots(self) -> bool:
-        """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
-        return False
-
-    @property
-    def max_vectors(self) -> int | None:
-        """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
-        return None
-
-    @property
     def n_bias_pairs(self) -> int:
         """Number of learned pairs of content and position biases, which the layers share in turn."""
         return 1
@@ -315,16 +299,6 @@ class RelativeConfig(RelativeLayerConfig, TransformerConfig):
     attend_empty_memory: bool = False
     """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
     and TransfoXL of Hugging Face do)."""
-
-    @property
-    @override
-    def attends_empty_slots(self) -> bool:
-        return self.attend_empty_memory
-
-    @property
-    @override
-    def attention_kernel(self) -> str:
-        return self.attn_implementation
 
 
 class TransformerXLConfig(RelativeConfig):
@@ -364,11 +338,6 @@ class ShawConfig(RelativeConfig):
     max_relative_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Number of distances between query and key with a learned vector; larger distances use the last vector; none: the
     number of distances in training (train.segment_length + train.memory_length)."""
-
-    @property
-    @override
-    def max_vectors(self) -> int | None:
-        return self.max_relative_positions
 
     @property
     @override
@@ -468,16 +437,6 @@ class BackboneConfig(RelativeLayerConfig):
     gate_bias: float = Field(default=2.0, allow_inf_nan=False)
     """With gating gru: initial value of the gates' biases b_g; the larger, the more of its input a new layer passes on
     unchanged."""
-
-    @property
-    @override
-    def gru_gate_bias(self) -> float | None:
-        return self.gate_bias if self.gating == "gru" else None
-
-    @property
-    @override
-    def has_residual_relu(self) -> bool:
-        return self.residual_relu
 
 
 def _build(value: Any) -> Any:

@@ -114,12 +114,7 @@ def memory_slots(model: TokenModel, length: int, plan: EvaluationPlan) -> int:
     With the model setting `attend_empty_memory`, queries also attend to slots that no token has filled yet, as in the
     authors' code, so all slots count.
     """
-    return plan.context_limits.memory_length if attends_empty_slots(model) else _filled_slots(length, plan)
-
-
-def attends_empty_slots(model: TokenModel) -> bool:
-    """Return whether memory slots that no token has filled yet are attended (the setting attend_empty_memory)."""
-    return model.config.attends_empty_slots
+    return plan.context_limits.memory_length if model.config.attends_empty_slots else _filled_slots(length, plan)
 
 
 def _filled_slots(length: int, plan: EvaluationPlan) -> int:

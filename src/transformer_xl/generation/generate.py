@@ -23,7 +23,6 @@ from typing_extensions import TypeIs, override
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.display import Displayed
-from transformer_xl.evaluation.memory import attends_empty_slots
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
@@ -278,7 +277,7 @@ def prompt_segment_length(model: TokenModel, plan: EvaluationPlan) -> int:
     Where evaluation has no memory, that of generation holds the tokens which fit a segment with the new one: each token
     of a prompt sees these, as the generated ones do.
     """
-    if attends_empty_slots(model):
+    if model.config.attends_empty_slots:
         return STRIDE
     has_memory = plan.context_limits.memory_length > 0
     return 1 if model.limits_visible and not has_memory else plan.segment_length

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.checkpoint_record import CheckpointRecord, Numerics, file_digest
-from transformer_xl.config import RunConfig, UserError, run_settings
+from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_folder, remove_leftovers
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import RunFolder, read_weights
@@ -158,16 +158,6 @@ def checkpoint_before(folder: RunFolder, step: int) -> Path | None:
     checkpoints = folder.checkpoints()
     earlier = [path for path in checkpoints if step_of(path) <= step]
     return (earlier[-1:] or checkpoints[:1] or [None])[0]
-
-
-def trained_config(checkpoint: Path) -> RunConfig | None:
-    """Return the settings that training had when it wrote a checkpoint, or None in one of an earlier version.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
-    config = CheckpointRecord.read(checkpoint).config
-    return None if config is None else run_settings(config, str(checkpoint))
 
 
 def step_of(checkpoint: Path) -> int:

@@ -38,11 +38,11 @@ from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.native import status
 from transformer_xl.progress import note, say
-from transformer_xl.run_folder import Run, RunFolder, first_difference, load
+from transformer_xl.run_folder import Run, RunFolder, first_difference, load, trained_config
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
-from transformer_xl.training.checkpoint import checkpoint_at, step_of, trained_config, update_record
+from transformer_xl.training.checkpoint import checkpoint_at, step_of, update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, num_restarts, process_group
 from transformer_xl.training.memory_lengths import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate

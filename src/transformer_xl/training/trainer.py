@@ -22,7 +22,7 @@ from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import remove_leftovers
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import RunFolder, trained_config
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.callbacks import Callback, StepSums, TrainerState
 from transformer_xl.training.checkpoint import (
@@ -31,7 +31,6 @@ from transformer_xl.training.checkpoint import (
     returned_unsaved,
     save_checkpoint,
     set_aside_after,
-    trained_config,
     update_record,
 )
 from transformer_xl.training.data import open_data

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.evaluation.memory import attends_empty_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
 from transformer_xl.inference import InferenceModel
 from transformer_xl.model.memory import Memory
@@ -98,7 +97,7 @@ def score_continuations(
 def _shared(model: InferenceModel, continuation: Continuation, plan: EvaluationPlan) -> tuple[int, ...]:
     """Return the tokens that are read once for all continuations with the same context."""
     context_ids = continuation.context_ids
-    if attends_empty_slots(model):
+    if model.config.attends_empty_slots:
         # slots for the tokens of a segment would be attended while they are empty: only whole segments are shared
         return context_ids[: len(context_ids) // plan.segment_length * plan.segment_length]
     return context_ids
