@@ -37,17 +37,17 @@ class _Architecture(Settings):
     @property
     def attends_empty_slots(self) -> bool:
         """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
-        return getattr(self, "attend_empty_memory", False)
+        return self.__dict__.get("attend_empty_memory", False)
 
     @property
     def attention_kernel(self) -> str | None:
         """Name of the attention kernel, or auto; None for a model that has none."""
-        return getattr(self, "attn_implementation", None)
+        return self.__dict__.get("attn_implementation")
 
     @property
     def max_vectors(self) -> int | None:
         """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
-        return getattr(self, "max_relative_positions", None)
+        return self.__dict__.get("max_relative_positions")
 
 
 class BaseModelConfig(_Architecture):
