@@ -102,6 +102,11 @@ class Reader:
         memory = self._memory if self._memory.length == length else self._memory.resized(length)
         return replace(memory, context_limits=self._limits)
 
+    @property
+    def held_memory(self) -> Memory:
+        """The same memory as the reader holds it, with more or fewer than M slots, so that nothing is copied."""
+        return replace(self._memory, context_limits=replace(self._limits, memory_length=self._memory.length))
+
     def select(self, rows: Sequence[int]) -> Self:
         """Return these rows as they are now; a row may occur several times."""
         selected = copy.copy(self)

@@ -329,7 +329,7 @@ class Engine:
         """Let the samples of a job whose prompt is read join a batch with their first token, or finish the job."""
         if job.score_prompt and job.state is None and not job.add_bos:
             job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
-        served, memory = job.served, reader.memory
+        served, memory = job.served, reader.held_memory
         if not job.max_tokens:
             state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
             job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
