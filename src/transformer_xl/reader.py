@@ -7,7 +7,8 @@
 A text is cut into segments from its first token. What a token sees counts from there: the M tokens before its segment
 and its segment up to itself (paper, section 3.2), whoever reads it. How much is computed at once is another matter:
 with a limit for each query (`visible_BT`), several segments or a part of one are computed, with the same results up to
-rounding. Rows may differ in length and in their position; padding comes first.
+rounding. Rows may differ in length and in their position; padding comes first. A reader that continues a memory counts
+from its own first token, which begins a segment.
 
 Shape suffixes: B batch rows, T new tokens, D model width.
 """

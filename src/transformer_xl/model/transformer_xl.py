@@ -20,6 +20,7 @@ Shape suffixes: B batch size, T new tokens, S = M + T keys (M memory slots), D m
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -87,9 +88,9 @@ class RelativeLanguageModel(LanguageModel):
         self.attn_implementation = relative.check_kernel(config)
         self.cache_shapes = relative.cache_shapes(config)
 
+    @abstractmethod
     def biases(self) -> Iterator[Biases | None]:
         """Yield the content and the position bias of each layer, or None if both are the query of distance 0."""
-        raise NotImplementedError
 
     @override
     def run_layers(
