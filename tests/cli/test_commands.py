@@ -243,7 +243,7 @@ def test_generate_from_a_prompt_file_longer_than_the_memory(folder: Path, run: R
 
 def test_info_of_a_run(folder: Path) -> None:
     facts = txl("info", folder / "run", "--verify", "--json").object["run"]
-    assert facts["parameters"] == RunFolder.open(folder / "run").load_model(torch.device("cpu")).num_parameters()
+    assert facts["parameters"] == load(folder / "run").model.num_parameters()
     assert (facts["model"]["n_layers"], facts["train"]["max_steps"]) == (2, 17)
     assert (facts["newest_checkpoint"], facts["checksums"]) == ("step-00000017", "valid")
     # the training loss is logged every 5 of the 17 steps
