@@ -179,3 +179,34 @@ def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
     assert build.broken_links(tmp_path) == []
     (tmp_path / "a.html").write_text(f'{valid}<a href="c.html"></a><img src="b.svg"><a href="b.html#none"></a>')
     assert build.broken_links(tmp_path) == ["a.html: c.html", "a.html: b.svg", "a.html: b.html#none"]
+
+
+# what documents name of other programs: files of the authors' code, functions of libraries
+FOREIGN = {"tf/model.py", "eval.py", "len", "exp", "set_recurrent_mode", "conditional_score"}
+
+
+def missing_names(text: str, files: list[str], functions: set[str]) -> set[str]:
+    """Return the files and functions in inline code that are not in the project."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    paths = {
+        path for span in spans for path in re.findall(r"(?<![\w./*-])([\w./-]+\.(?:py|cpp|h|md|toml|yml))\b", span)
+    }
+    known = {"/".join(file.split("/")[start:]) for file in files for start in range(file.count("/") + 1)}
+    called = {name for span in spans for name in re.findall(r"(?<![\w.])([A-Za-z_]\w+)\(", span)}
+    return (paths - known | called - functions) - FOREIGN
+
+
+def test_files_and_functions_in_documents_exist() -> None:
+    """A document keeps no name of what was moved or renamed."""
+    sources = [
+        path for folder in ("src", "tests", "benchmarks", "docs", "examples") for path in (ROOT / folder).rglob("*")
+    ]
+    sources += [path for path in ROOT.iterdir() if path.is_file()]
+    files = [path.relative_to(ROOT).as_posix() for path in sources]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources if path.suffix == ".py"]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)}
+    documents = {path: path.read_text(encoding="utf-8") for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]}
+    found = {path.name: missing_names(text, files, functions) for path, text in documents.items()}
+    assert {name: names for name, names in found.items() if names} == {}
+    assert missing_names("`gone.py` and `vanished(x)`, `reader.py`", files, functions) == {"gone.py", "vanished"}
