@@ -51,6 +51,11 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
 
 
+def printable(text: str) -> str:
+    """Return the text on one line: newlines, tabs and other control characters become escapes."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
 def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the perplexities to display for a tokenizer: title of the column by name of the metric.
 

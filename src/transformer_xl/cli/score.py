@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
 from transformer_xl.cli.output import (
     perplexity_titles,
     print_json,
     print_table,
+    printable,
     say_memory_length,
     say_unknown,
     say_weights,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
     from transformer_xl.text.tokenizers import Tokenizer
 
-JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
 _MAX_CELL_LENGTH = 60  # characters of a text in a table
 
 
@@ -169,5 +169,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     text = f"{value:,}" if isinstance(value, int) else str(value)
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    text = printable(text)
     return text if len(text) <= _MAX_CELL_LENGTH else text[: _MAX_CELL_LENGTH - 3] + "..."
