@@ -116,6 +116,11 @@ class Run(Displayed):
         """Losses of the weights at several memory lengths, or None if these were not measured."""
         return self.weights.used.memory_lengths if self.weights else None
 
+    @property
+    def weights_values(self) -> dict[str, Any]:
+        """Which weights the model has, by the names of JSON output; empty for a model that was not loaded."""
+        return self.weights.as_dict() if self.weights else {}
+
     @override
     def summary(self) -> dict[str, Any]:
         model = f"{self.config.model.architecture}, {self.model.num_parameters():,} parameters"

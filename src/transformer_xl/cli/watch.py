@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import StreamFlags, evaluation_config
+from transformer_xl.cli.flags import StreamFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
 from transformer_xl.cli.output import print_json, printable, say_memory_length, say_weights
-from transformer_xl.config import UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from transformer_xl.config import EvaluationConfig
     from transformer_xl.evaluation.line_surprisal import LineSurprisal
     from transformer_xl.run_folder import Run
     from transformer_xl.text.live import LiveText
@@ -127,7 +126,7 @@ def watch(
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     options.check()
-    config = evaluation_config(settings)
+    config = check_flags(EvaluationConfig, settings)
     from transformer_xl.evaluation.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
     from transformer_xl.run_folder import load
