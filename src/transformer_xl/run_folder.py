@@ -633,14 +633,18 @@ def weights_digest(run: Run, dtype: str) -> str:
 
 
 def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> str:
-    """Describe the first setting that differs, such as `train.beta2 is 0.9, not 0.999`."""
+    """Describe the first setting that differs, such as `train.beta2 is 0.9, not 0.999`; empty if none does.
+
+    A setting that is missing is like one that is None.
+    """
     for name in [*expected, *actual]:
         value, other = actual.get(name), expected.get(name)
-        if isinstance(value, Mapping) and isinstance(other, Mapping) and value != other:
-            return first_difference(value, other, f"{prefix}{name}.")
-        if value != other:
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            if difference := first_difference(value, other, f"{prefix}{name}."):
+                return difference
+        elif value != other:
             return f"{prefix}{name} is {value}, not {other}"
-    raise AssertionError("the settings are equal")
+    return ""
 
 
 def trained_config(checkpoint: Path) -> RunConfig | None:

@@ -197,10 +197,9 @@ def calibrate(lines: Iterable[LineSurprisal], score: LineScoreName, false_alarms
         false_alarms: the fraction, in [0, 1).
 
     Raises:
-        UserError: there are no lines, or the fraction is out of range.
+        UserError: there are no lines.
     """
-    if not 0 <= false_alarms < 1:
-        raise UserError(f"false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+    assert 0 <= false_alarms < 1
     scores = np.sort([line.score(score) for line in lines])[::-1]
     if not len(scores):
         raise UserError("there are no lines to calibrate with; give a file of normal text")
