@@ -147,7 +147,7 @@ def test_no_reader_allows_other_names_of_known_modules(name: str) -> None:
     stack_global = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, last)) + b"\x93)R."
     for is_allowed in (
         HUGGING_FACE_CLASSES.__contains__, CORPUS_CLASSES.__contains__, TENSOR_NAMES.__contains__,
-        official.is_allowed_class, nvidia.is_allowed_class,
+        official.ALLOWED_CLASSES.__contains__, nvidia.ALLOWED_CLASSES.__contains__,
     ):  # fmt: skip
         with pytest.raises(UserError, match="which does not belong in a checkpoint"):
             read(b"\x80\x04" + stack_global, is_allowed)

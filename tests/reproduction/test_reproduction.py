@@ -168,8 +168,8 @@ def test_speed_is_added_to_the_report(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": {**TRAIN, "max_steps": 13}}, "was started with train.max_steps 12, and now it is 13; give the same"),
-        ({"train": {**TRAIN, "beta1": 0.5}}, "with train.beta1 0.9, and now it is 0.5"),
+        ({"train": {**TRAIN, "max_steps": 13}}, "other settings: train.max_steps is 13, not 12; give the same"),
+        ({"train": {**TRAIN, "beta1": 0.5}}, "other settings: train.beta1 is 0.5, not 0.9"),
         ({"max_tokens": 0}, "max_tokens 0: must be 1 or more"),
         ({"seeds": (2, 1, 2)}, "seeds 2,1,2: .* name each once"),
         ({"train": {**TRAIN, "memory_length": 0}}, "train.memory_length 0: .* give 1 or more"),
@@ -199,7 +199,7 @@ def test_invalid_flag_prints_one_line(folder: Path, flags: str, capfd: pytest.Ca
         ("speed.json", '{"command": ""}', "speed.json is damaged"),
         ("context.json", '{"command": "", "groups": []}', "context.json is damaged"),
         ("recipes/xl-full.yaml", None, "xl-full-seed1 has other settings than its recipe"),
-        ("settings.yaml", "test_sha256: abc", "was started with test_sha256 abc, and now it is"),
+        ("settings.yaml", "test_sha256: abc", "was started with other settings: test_sha256 is .*, not abc"),
         ("settings.yaml", "", "settings.yaml is missing, so the settings of the runs there are unknown"),
     ],
 )

@@ -142,7 +142,7 @@ def analyze_attention(
         values: dict[str, Any] = {
             "command": command,
             "run": str(run),
-            **(loaded.weights.as_dict() if loaded.weights else {}),
+            **loaded.weights_values,
             "folder": str(out),
             "tokens": num_tokens,
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,

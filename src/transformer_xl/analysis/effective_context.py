@@ -35,7 +35,7 @@ from transformer_xl.config import ContextSweep, EvaluationConfig, UserError, che
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, require_inference_memory
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -130,17 +130,11 @@ class GroupModel:
 
     def _empty_memory(self, batch_size: int, num_inputs: int) -> Memory:
         """Return an empty memory with the plan's limits, but no more slots than `num_inputs` tokens can fill."""
-        num_slots = memory_slots(self._inference, num_inputs, self.plan)
-        require_inference_memory(
-            f"a context of {num_inputs:,} tokens",
-            self._inference,
-            num_rows=batch_size,
-            num_new=min(num_inputs, self.plan.num_inputs),
-            num_slots=num_slots,
-            dtype=self.plan.dtype,
-            advice="lower max_context or memory_length",
-        )
-        return self._inference.initial_memory(batch_size, replace(self.plan.context_limits, memory_length=num_slots))
+        model, plan, task = self._inference, self.plan, f"a context of {num_inputs:,} tokens"
+        num_slots, num_new = memory_slots(model, num_inputs, plan), min(num_inputs, plan.num_inputs)
+        advice = "lower max_context or memory_length"
+        plan.require_memory(task, model, num_rows=batch_size, num_new=num_new, num_slots=num_slots, advice=advice)
+        return model.initial_memory(batch_size, replace(plan.context_limits, memory_length=num_slots))
 
     def _batch_size(self, num_inputs: int) -> int:
         """Return B: the number of positions computed at once when each has `num_inputs` inputs."""

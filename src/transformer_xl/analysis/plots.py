@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -32,7 +32,6 @@ def draw(
     x_label: str,
     y_label: str,
     lines: Sequence[Line],
-    references: Mapping[str, float] | None = None,
     *,
     log_x: bool = False,
     max_y: float | None = None,
@@ -45,7 +44,6 @@ def draw(
         x_label: label of the x axis.
         y_label: label of the y axis.
         lines: the lines to draw; with more than one, the chart has a legend.
-        references: values to mark with horizontal dotted lines, by the label at the right end of the line.
         log_x: whether the x axis is logarithmic.
         max_y: upper limit of the y axis, where higher lines are clipped, or None to show all values.
         legend_outside: whether the legend is to the right of the chart instead of inside it, for many lines.
@@ -55,10 +53,6 @@ def draw(
     axes.set_prop_cycle(color=COLOURS)
     for line in lines:
         axes.plot(line.x, line.y, line.style, color=line.colour, label=line.label, linewidth=1.8)
-    for label, value in (references or {}).items():
-        axes.axhline(value, color="0.45", linestyle=":", linewidth=1.2)
-        axes.annotate(label, (1.0, value), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                      textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     tidy(axes)
     if log_x:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
+from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_memory_length, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
@@ -61,7 +61,7 @@ def evaluate(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    configs = _configs(evaluation_config(settings), sweep_memory_length, sweep_attention_window)
+    configs = _configs(check_flags(EvaluationConfig, settings), sweep_memory_length, sweep_attention_window)
     if token_losses is not None and len(configs) > 1:
         raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
     if token_losses is not None:
@@ -114,8 +114,7 @@ def evaluate(
     if json:
         from transformer_xl.device import peak_memory_bytes
 
-        weights = loaded.weights.as_dict() if loaded.weights else {}
-        head = {"run": str(run), **weights, "split": split, "peak_memory_bytes": peak_memory_bytes()}
+        head = {"run": str(run), **loaded.weights_values, "split": split, "peak_memory_bytes": peak_memory_bytes()}
         print_json({**head, "sweep": results} if sweep_memory_length or sweep_attention_window else head | results[0])
     else:
         _print_results(f"{run}, {split}", results, folder.tokenizer)

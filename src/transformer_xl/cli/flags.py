@@ -122,12 +122,3 @@ def check_flags(kind: type[_Checked], flags: BaseModel | None) -> _Checked:
         UserError: a value is out of range.
     """
     return check_settings(kind, given_settings(flags=flags).get("flags", {}), flags="--")
-
-
-def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
-    """Return the evaluation settings given as flags without a group, such as `--memory-length 64`.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-    return check_flags(EvaluationConfig, flags)

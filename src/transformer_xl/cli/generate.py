@@ -119,9 +119,8 @@ def _write_midi(
     if not json:
         print(f"{piece.path}: {piece.num_notes:,} notes; {num_tokens:,} new tokens")
         return
-    weights = run.weights.as_dict() if run.weights else {}
     facts = {"out": str(piece.path), "num_notes": piece.num_notes, **piece.completion.details()}
-    print_json({"run": str(path), **weights, **facts})
+    print_json({"run": str(path), **run.weights_values, **facts})
 
 
 def _print_completions(
@@ -141,8 +140,8 @@ def _print_completions(
         texts = [completion.as_dict(tokens=config.logprobs) for completion in completions]
         tokens_per_second = sum(len(completion.token_ids) for completion in completions) / seconds
         speed = {"seconds": seconds, "tokens_per_second": tokens_per_second}
-        weights = run.weights.as_dict() if run.weights else {}
-        print_json({"run": str(path), **weights, **({"texts": texts} if is_list else texts[0]), **speed})
+        found = {"texts": texts} if is_list else texts[0]
+        print_json({"run": str(path), **run.weights_values, **found, **speed})
         return
     for number, completion in enumerate(completions, start=1):
         logprob = "" if completion.logprob is None else f", logprob {completion.logprob:.3f}"

@@ -35,6 +35,7 @@ Int8 = Annotated[
     Parameter(negative=(), help="Store the matrices of linear layers in 8 bits, with torchao: smaller and less exact."),
 ]
 Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and nothing else on standard output.")]
+JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,11 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformer_xl.config import UserError
+from transformer_xl.files import check_new_file
 from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
@@ -49,6 +52,25 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else 120
     Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
+
+
+def printable(text: str) -> str:
+    """Return the text on one line: newlines, tabs and other control characters become escapes."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def check_outputs(out: Path | None, plot: Path | None) -> None:
+    """Check that the files of --out and --plot can be written, before anything is computed.
+
+    Raises:
+        UserError: they cannot, or are the same.
+    """
+    if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
+        raise UserError(f"{plot}: the name of a plot must end in .svg or .png")
+    for path in filter(None, (out, plot)):
+        check_new_file(path)
+    if plot is not None and plot == out:
+        raise UserError(f"{out} was given for --out and --plot; choose different files")
 
 
 def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -23,23 +24,49 @@ Files = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=()
 Patterns = Annotated[list[str] | None, Parameter(negative=())]
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """Which text is read and how it is split, under the names of the parameters of `text.prepare.prepare`."""
+
+    train: Files = None
+    """Files, folders and patterns to train on, instead of splitting one text."""
+    valid: Files = None
+    """Files, folders and patterns to validate on."""
+    test: Files = None
+    """Files, folders and patterns to test on."""
+    valid_fraction: float | None = None
+    """Fraction of the text that becomes valid. [default: 0.05]"""
+    test_fraction: float | None = None
+    """Fraction of the text that becomes test. [default: 0.05]"""
+    split_method: Literal["random", "end"] | None = None
+    """random draws valid and test from all over the text: whole files or, where those are few or of very unequal size,
+    blocks; end takes the end of the joined text. [default: random]"""
+    seed: int | None = None
+    """Seed of the random split. [default: 1]"""
+    include: Patterns = None
+    """Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]"""
+    exclude: Patterns = None
+    """Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated."""
+    encoding: str | None = None
+    """Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other files of a
+    folder are left out. [default: utf-8]"""
+    tokenizer: str | None = None
+    """byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a corpus or run, its
+    txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set, else byte]"""
+    document_unit: DocumentUnit | None = None
+    """Whether each file or each line is a document. [default: that of the data set, else file]"""
+    data_dir: Path | None = None
+    """File or folder that has the files of the named data set. [default: download them]"""
+
+
+_DEFAULTS = TextOptions()
+
+
 def prepare(
     *sources: str,
     out: str | None = None,
-    train: Files = None,
-    valid: Files = None,
-    test: Files = None,
-    valid_fraction: float | None = None,
-    test_fraction: float | None = None,
-    split_method: Literal["random", "end"] | None = None,
-    seed: int | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    encoding: str | None = None,
-    tokenizer: str | None = None,
+    text: Annotated[TextOptions, Parameter(name="*")] = _DEFAULTS,
     settings: Annotated[TokenizerFlags | None, Parameter(name="*", group="Tokenizer")] = None,
-    document_unit: DocumentUnit | None = None,
-    data_dir: Path | None = None,
     num_workers: Annotated[int | None, Integer] = None,
     json: Json = False,
 ) -> None:
@@ -49,55 +76,21 @@ def prepare(
         sources: Files, folders and quoted patterns, whose text is split into train, valid and test; or the name of a
             data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
         out: Folder to create; it must not exist. [default: corpora/NAME]
-        train: Files, folders and patterns to train on, instead of splitting one text.
-        valid: Files, folders and patterns to validate on.
-        test: Files, folders and patterns to test on.
-        valid_fraction: Fraction of the text that becomes valid. [default: 0.05]
-        test_fraction: Fraction of the text that becomes test. [default: 0.05]
-        split_method: random draws valid and test from all over the text: whole files or, where those are few or of very
-            unequal size, blocks; end takes the end of the joined text. [default: random]
-        seed: Seed of the random split. [default: 1]
-        include: Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]
-        exclude: Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated.
-        encoding: Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other
-            files of a folder are left out. [default: utf-8]
-        tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a corpus or
-            run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set,
-            else byte]
+        text: Which text is read and how it is split.
         settings: How the tokenizer is trained.
-        document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
-        data_dir: File or folder that has the files of the named data set. [default: download them]
         num_workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """
     from transformer_xl.text.parallel import num_cores
     from transformer_xl.text.prepare import prepare as prepare_corpus
 
-    start = time.perf_counter()
+    start, workers = time.perf_counter(), num_cores() if num_workers is None else num_workers
+    options: dict[str, Any] = {**vars(text), **given_settings(tokenizer=settings).get("tokenizer", {})}
     with StageBars() as bars:
-        corpus = prepare_corpus(
-            sources,
-            out,
-            train=train,
-            valid=valid,
-            test=test,
-            valid_fraction=valid_fraction,
-            test_fraction=test_fraction,
-            split_method=split_method,
-            seed=seed,
-            include=include,
-            exclude=exclude,
-            encoding=encoding,
-            tokenizer=tokenizer,
-            **given_settings(tokenizer=settings).get("tokenizer", {}),
-            document_unit=document_unit,
-            data_dir=data_dir,
-            num_workers=num_cores() if num_workers is None else num_workers,
-            progress=bars,
-        )
+        corpus = prepare_corpus(sources, out, **options, num_workers=workers, progress=bars)
     _print_corpus(corpus, time.perf_counter() - start, as_json=json)
-    for text in corpus.notes:
-        note(text)
+    for line in corpus.notes:
+        note(line)
 
 
 def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import ScoreFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
+from transformer_xl.cli.flags import ScoreFlags, check_flags
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
 from transformer_xl.cli.output import (
     perplexity_titles,
     print_json,
     print_table,
+    printable,
     say_memory_length,
     say_unknown,
     say_weights,
 )
 from transformer_xl.cli.surprisal import NO_WORD_OPTIONS, WordFlags, check_word_options, read_all_items, score_words
-from transformer_xl.config import UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
     from transformer_xl.text.tokenizers import Tokenizer
 
-JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
 _MAX_CELL_LENGTH = 60  # characters of a text in a table
 
 
@@ -69,7 +69,7 @@ def score(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    paths, config = _paths_by_name(files), evaluation_config(settings)
+    paths, config = _paths_by_name(files), check_flags(EvaluationConfig, settings)
     check_word_options(word_options, per, json=json)
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
@@ -99,9 +99,8 @@ def score(
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
     if json:
-        weights = loaded.weights.as_dict() if loaded.weights else {}
         for record in _records(scores, per):
-            print_json({**record, **weights}, indent=None)
+            print_json({**record, **loaded.weights_values}, indent=None)
     else:
         _print_records(scores, per)
 
@@ -169,5 +168,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     text = f"{value:,}" if isinstance(value, int) else str(value)
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    text = printable(text)
     return text if len(text) <= _MAX_CELL_LENGTH else text[: _MAX_CELL_LENGTH - 3] + "..."

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import parse_integers
-from transformer_xl.cli.output import print_json, print_table, say_unknown
+from transformer_xl.cli.output import check_outputs, print_json, print_table, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
-from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
@@ -62,13 +61,7 @@ def check_word_options(options: WordOptions, per: str, *, json: bool) -> None:
         )
     if json and _is_stdout(options.out):
         raise UserError("--json and --out - were both given; standard output has room for one of them")
-    if options.plot is not None and options.plot.suffix.lower() not in (".svg", ".png"):
-        raise UserError(f"{options.plot}: the name of a plot must end in .svg or .png")
-    for path in (options.out, options.plot):
-        if path is not None and not _is_stdout(path):
-            check_new_file(path)
-    if options.plot is not None and options.plot == options.out:
-        raise UserError(f"{options.out} was given for --out and --plot; choose different files")
+    check_outputs(None if _is_stdout(options.out) else options.out, options.plot)
 
 
 def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[TextItem]:
@@ -116,9 +109,8 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     if _is_stdout(options.out):
         _print_csv(table)
     elif json:
-        weights = run.weights.as_dict() if run.weights else {}
         for row in table:
-            print_json({**row, **weights}, indent=None)
+            print_json({**row, **run.weights_values}, indent=None)
     elif options.out is None:
         _print_rows(table, whitespace)
     # files are written after printing, so that a full disk loses no results

@@ -9,42 +9,101 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import StreamFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
-from transformer_xl.cli.output import print_json, say_memory_length, say_weights
-from transformer_xl.config import UserError
+from transformer_xl.cli.flags import StreamFlags, check_flags
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
+from transformer_xl.cli.output import print_json, printable, say_memory_length, say_weights
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from transformer_xl.config import EvaluationConfig
     from transformer_xl.evaluation.line_surprisal import LineSurprisal
     from transformer_xl.run_folder import Run
     from transformer_xl.text.live import LiveText
 
-JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
 _Score = Literal["mean", "sum", "max"]
-_DEFAULT_FALSE_ALARMS = 0.001
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """The text, and which of its lines are printed."""
+
+    file: Path | None = None
+    """File to follow as it grows, also when it is rotated or truncated. [default: standard input, until its end]"""
+    from_end: Annotated[bool, Parameter(negative=())] = False
+    """Begin at the end of --file, not at its beginning."""
+    socket: str | None = None
+    """Path of a Unix socket to create, or a local HOST:PORT, to which programs write lines."""
+    threshold: float | None = None
+    """Print lines whose score is above this, in bits."""
+    calibrate: Path | None = None
+    """File of normal text, which is read first; the threshold is the lowest that --false-alarms of its lines exceed."""
+    false_alarms: float | None = None
+    """Fraction of the lines of --calibrate that may be above the threshold. [default: 0.001]"""
+    score: _Score | None = None
+    """Score of a line that is compared: the mean or the sum over its tokens, or its most surprising token.
+    [default: mean]"""
+    state: Path | None = None
+    """File that the state is saved to at the end, and read from if it exists, so that the next command continues, with
+    the same threshold unless it gives another. The end of standard input then ends no line."""
+    max_delay: float = 0.2
+    """Seconds that a whole line waits for more text before it is scored."""
+
+    def check(self) -> None:
+        """Check that the options agree, and that the state can be written at the end.
+
+        Raises:
+            UserError: they do not, or it cannot.
+        """
+        rate, state = self.false_alarms, self.state
+        if self.file is not None and self.socket is not None:
+            raise UserError("--file and --socket were both given; use one of them")
+        if self.from_end and self.file is None:
+            raise UserError("--from-end is for --file; give a file, or leave it out")
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise UserError(f"--threshold {self.threshold:g} is no number of bits; leave it out to print every line")
+        if self.threshold is not None and self.calibrate is not None:
+            raise UserError("--threshold and --calibrate were both given; use one of them")
+        if rate is not None and self.calibrate is None:
+            raise UserError("--false-alarms needs --calibrate FILE, with normal text")
+        if rate is not None and not 0 <= rate < 1:
+            raise UserError(f"--false-alarms {rate:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+        if state is not None and not os.access(state.absolute().parent, os.W_OK):
+            advice = f"folder {state.parent} is missing or cannot be written to; give another path"
+            raise UserError(f"--state {state}: {advice}")
+        if not 0 <= self.max_delay <= 3600:
+            raise UserError(f"--max-delay {self.max_delay:g} is out of range; give seconds from 0 to 3600, such as 0.2")
+
+    def open(self) -> LiveText:
+        """Open the text."""
+        from transformer_xl.text.live import FollowedFile, PipedText, SocketText
+
+        if self.file is not None:
+            return FollowedFile(self.file, from_end=self.from_end)
+        if self.socket is not None:
+            source = SocketText(self.socket)
+            say(f"listening at {source.name}")
+            return source
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give it a text, or give --file or --socket")
+        if sys.stdin.isatty():
+            say("reading what is typed, until Ctrl-D; a log is read with txl watch RUN < FILE, or --file FILE")
+        return PipedText(sys.stdin.fileno())
+
+
+_DEFAULTS = WatchOptions()
 
 
 def watch(
     run: Path,
     /,
     *,
-    file: Path | None = None,
-    from_end: Annotated[bool, Parameter(negative=())] = False,
-    socket: str | None = None,
-    threshold: float | None = None,
-    calibrate: Path | None = None,
-    false_alarms: float | None = None,
-    score: _Score | None = None,
-    state: Path | None = None,
-    max_delay: float = 0.2,
+    options: Annotated[WatchOptions, Parameter(name="*")] = _DEFAULTS,
     settings: Annotated[StreamFlags | None, Parameter(name="*")] = None,
     checkpoint: Literal["best", "last"] = "best",
     device_options: DeviceFlags = DEFAULT_DEVICE,
@@ -59,58 +118,39 @@ def watch(
     ----------
     run
         Folder of a run, trained on text of the same kind.
-    file
-        File to follow as it grows, also when it is rotated or truncated. [default: standard input, until its end]
-    from_end
-        Begin at the end of --file, not at its beginning.
-    socket
-        Path of a Unix socket to create, or a local HOST:PORT, to which programs write lines.
-    threshold
-        Print lines whose score is above this, in bits.
-    calibrate
-        File of normal text, which is read first; the threshold is the lowest that --false-alarms of its lines exceed.
-    false_alarms
-        Fraction of the lines of --calibrate that may be above the threshold. [default: 0.001]
-    score
-        Score of a line that is compared: the mean or the sum over its tokens, or its most surprising token.
-        [default: mean]
-    state
-        File that the state is saved to at the end, and read from if it exists, so that the next command continues,
-        with the same threshold unless it gives another. The end of standard input then ends no line.
-    max_delay
-        Seconds that a whole line waits for more text before it is scored.
+    options
+        The text, and which of its lines are printed.
     settings
         How the text is read.
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    _check(file, socket, threshold, calibrate, false_alarms, state, from_end=from_end, max_delay=max_delay)
-    config = evaluation_config(settings)
+    options.check()
+    config = check_flags(EvaluationConfig, settings)
     from transformer_xl.evaluation.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     say_weights(loaded.weights)
-    saved: dict[str, Any] = {}
+    saved, state = dict[str, Any](), options.state
     if state is not None and (state.exists() or state.is_symlink()):
         stream, saved = SurprisalStream.load(loaded, state, config)
     else:
         stream = SurprisalStream(loaded, config)
     say_memory_length(loaded, stream.plan)
     lines = LineStream(stream, saved.get("lines", {}) if saved else None)
-    name, limit = _alarm(loaded, config, threshold, calibrate, false_alarms, score, saved)
-    source = _open(file, socket, from_end=from_end)
-    if file is not None and isinstance(position := saved.get("position"), dict):
+    name, limit = _alarm(loaded, config, options, saved)
+    source = options.open()
+    if options.file is not None and isinstance(position := saved.get("position"), dict):
         source.begin_at(position)
     num_lines = num_printed = 0
     start, num_tokens = time.perf_counter(), stream.num_tokens
     try:
         with _stopped_by_signals() as stopped:
             is_end = state is None
-            for line in watch_lines(
-                lines, source, max_delay=max_delay, is_stopped=lambda: bool(stopped), finish=is_end
-            ):
+            delay = options.max_delay
+            for line in watch_lines(lines, source, max_delay=delay, is_stopped=lambda: bool(stopped), finish=is_end):
                 num_lines += 1
                 if limit is None or line.score(name) > limit:
                     num_printed += 1
@@ -126,59 +166,8 @@ def watch(
     return 128 + stopped[0] if stopped else 0
 
 
-def _check(
-    file: Path | None,
-    socket: str | None,
-    threshold: float | None,
-    calibrate: Path | None,
-    false_alarms: float | None,
-    state: Path | None,
-    *,
-    from_end: bool,
-    max_delay: float,
-) -> None:
-    if file is not None and socket is not None:
-        raise UserError("--file and --socket were both given; use one of them")
-    if from_end and file is None:
-        raise UserError("--from-end is for --file; give a file, or leave it out")
-    if threshold is not None and not math.isfinite(threshold):
-        raise UserError(f"--threshold {threshold:g} is no number of bits; leave it out to print every line")
-    if threshold is not None and calibrate is not None:
-        raise UserError("--threshold and --calibrate were both given; use one of them")
-    if false_alarms is not None and calibrate is None:
-        raise UserError("--false-alarms needs --calibrate FILE, with normal text")
-    if false_alarms is not None and not 0 <= false_alarms < 1:
-        raise UserError(f"--false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
-    if state is not None and not os.access(state.absolute().parent, os.W_OK):  # the state is written at the end
-        raise UserError(f"--state {state}: folder {state.parent} is missing or cannot be written to; give another path")
-    if not 0 <= max_delay <= 3600:
-        raise UserError(f"--max-delay {max_delay:g} is out of range; give seconds from 0 to 3600, such as 0.2")
-
-
-def _open(file: Path | None, socket: str | None, *, from_end: bool) -> LiveText:
-    from transformer_xl.text.live import FollowedFile, PipedText, SocketText
-
-    if file is not None:
-        return FollowedFile(file, from_end=from_end)
-    if socket is not None:
-        source = SocketText(socket)
-        say(f"listening at {source.name}")
-        return source
-    if sys.stdin is None:
-        raise UserError("standard input is closed; give it a text, or give --file or --socket")
-    if sys.stdin.isatty():
-        say("reading what is typed, until Ctrl-D; a log is read with txl watch RUN < FILE, or --file FILE")
-    return PipedText(sys.stdin.fileno())
-
-
 def _alarm(
-    run: Run,
-    config: EvaluationConfig,
-    threshold: float | None,
-    calibrate: Path | None,
-    false_alarms: float | None,
-    score: _Score | None,
-    saved: dict[str, Any],
+    run: Run, config: EvaluationConfig, options: WatchOptions, saved: dict[str, Any]
 ) -> tuple[_Score, float | None]:
     """Return the score that is compared, and the threshold: given, from normal text, or that of the saved state."""
     from transformer_xl.evaluation.line_surprisal import LineStream
@@ -186,14 +175,15 @@ def _alarm(
     from transformer_xl.evaluation.stream import SurprisalStream
     from transformer_xl.text.sources.archives import FileRange
 
+    calibrate, score = options.calibrate, options.score
     saved_score, saved_threshold = saved.get("score"), saved.get("threshold")
     is_saved = saved_score in ("mean", "sum", "max") and isinstance(saved_threshold, float)
-    if threshold is None and calibrate is None and is_saved and score in (None, saved_score):
+    if options.threshold is None and calibrate is None and is_saved and score in (None, saved_score):
         return saved_score, saved_threshold  # pyrefly: ignore[bad-return]
     name = score or "mean"
     if calibrate is None:
-        return name, threshold
-    rate = _DEFAULT_FALSE_ALARMS if false_alarms is None else false_alarms
+        return name, options.threshold
+    rate = 0.001 if options.false_alarms is None else options.false_alarms
     lines = LineStream(SurprisalStream(run, config))
 
     def normal_lines() -> Iterator[LineSurprisal]:
@@ -229,7 +219,7 @@ def _print(line: LineSurprisal, name: _Score, threshold: float | None, *, as_jso
         score = {"score": line.score(name), "threshold": threshold}
         print_json({**asdict(line), "bits_per_token": line.bits_per_token, **score}, indent=None)
     else:
-        text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line.text)
+        text = printable(line.text)
         part = f" (part {line.part})" if line.part else ""
         bits = f"{line.bits_per_token:.2f} bits/token, {line.bits:.1f} bits, max {line.max_bits:.2f}"
         print(f"line {line.line}{part}: {bits}: {text}")

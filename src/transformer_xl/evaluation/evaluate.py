@@ -282,10 +282,22 @@ def _fetch(steps: list[StepLosses]) -> Iterator[TokenLosses]:
 
 
 def losses_in_order(
-    model: TokenModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
+    model: TokenModel,
+    text: TokenizedText,
+    plan: EvaluationPlan,
+    progress: ProgressCallback | None = None,
+    columns: tuple[int, ...] = (),
 ) -> npt.NDArray[np.float64]:
-    """Return the loss of every token of a text in nats, in text order, shape (K,)."""
-    nats_K = np.full(len(text.tokens_K), np.nan)
+    """Return the loss of every token of a text in nats, in text order, shape (K, *columns).
+
+    Args:
+        model: as for `stream_losses`, like the next three.
+        text: the text.
+        plan: how it is read.
+        progress: called with the number of tokens scored since the last call.
+        columns: what the model's `nats` returns for each token: by default one number.
+    """
+    nats_K = np.full((len(text.tokens_K), *columns), np.nan)
     for chunk in stream_losses(model, text, plan, progress):
         nats_K[chunk.position : chunk.position + len(chunk.nats_K)] = chunk.nats_K
     return nats_K

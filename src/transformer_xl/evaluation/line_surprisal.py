@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ LineScoreName = Literal["mean", "sum", "max"]
 MAX_LINE_TOKENS = 2**16
 """A longer line is reported in parts of about this length."""
 _MAX_TEXT_BYTES = 1000  # of a line, which are kept to show it
+_COUNTS, _BITS = ("line", "part", "tokens"), ("bits", "max_bits")  # of a line in a saved state
 _NATS_PER_BIT = math.log(2)
 _IDLE_SECONDS = 0.2  # between two looks at whether to stop
 
@@ -46,7 +47,7 @@ class LineSurprisal:
     """Sum of the surprisal of all tokens, in bits."""
     max_bits: float
     """Surprisal of the most surprising token, in bits."""
-    text: str
+    text: str = ""
     """The first 1,000 bytes of the line, without its newline; what is not UTF-8 as U+FFFD."""
 
     @property
@@ -76,8 +77,7 @@ class LineStream:
         self._is_newline_V = stream.run.tokenizer.is_newline_V
         if not self._is_newline_V.any():
             raise UserError("the run's tokenizer has no token for the end of a line, so lines have no surprisal")
-        self._line, self._part = 1, 0
-        self._num_tokens, self._bits, self._max_bits = 0, 0.0, 0.0  # of the part of the line that is known
+        self._open = LineSurprisal(line=1, part=0, tokens=0, bits=0.0, max_bits=0.0)  # what is known of a line
         self._starts = deque[bytes]()  # the first bytes of lines that have arrived and are not reported
         self._start = b""  # of the line that is arriving
         self._mark: bytes | None = b""  # what may be a byte order mark, which is no text; None after it
@@ -119,7 +119,7 @@ class LineStream:
         begun, self._mark = self._mark, None
         lines = self.read(begun or b"")
         lines += self._lines(self.stream.finish())
-        if self._num_tokens:
+        if self._open.tokens:
             lines.append(self._end_line())
         self._starts.clear()
         self._start = b""
@@ -127,15 +127,9 @@ class LineStream:
 
     def state(self) -> dict[str, Any]:
         """Return what this object holds, as JSON values."""
-        return {
-            "line": self._line,
-            "part": self._part,
-            "tokens": self._num_tokens,
-            "bits": self._bits,
-            "max_bits": self._max_bits,
-            "starts": [start.hex() for start in [*self._starts, self._start]],
-            "mark": None if self._mark is None else self._mark.hex(),
-        }
+        starts, mark = [start.hex() for start in [*self._starts, self._start]], self._mark
+        known = {name: getattr(self._open, name) for name in (*_COUNTS, *_BITS)}
+        return {**known, "starts": starts, "mark": None if mark is None else mark.hex()}
 
     def _lines(self, tokens: ScoredTokens) -> Iterator[LineSurprisal]:
         bits_K = tokens.nats_K / _NATS_PER_BIT
@@ -143,31 +137,33 @@ class LineStream:
         for start, end in pairwise([0, *(np.flatnonzero(is_newline_K) + 1).tolist(), len(tokens)]):
             if start == end:
                 continue
-            self._num_tokens += end - start
-            self._bits += float(bits_K[start:end].sum())
-            self._max_bits = max(self._max_bits, float(bits_K[start:end].max()))
+            known, max_bits = self._open, float(bits_K[start:end].max())
+            self._open = replace(
+                known,
+                tokens=known.tokens + end - start,
+                bits=known.bits + float(bits_K[start:end].sum()),
+                max_bits=max(known.max_bits, max_bits),
+            )
             if is_newline_K[end - 1]:
                 yield self._end_line()
-            elif self._num_tokens >= MAX_LINE_TOKENS:
-                self._part += 1
-                yield self._known(self._starts[0] if self._starts else self._start)
+            elif self._open.tokens >= MAX_LINE_TOKENS:
+                yield self._end_part(self._starts[0] if self._starts else self._start, self._open.part + 1)
 
     def _end_line(self) -> LineSurprisal:
-        self._part += self._part > 0
-        line = self._known(self._starts.popleft() if self._starts else self._start)
-        self._line, self._part = self._line + 1, 0
+        start, part = self._starts.popleft() if self._starts else self._start, self._open.part
+        line = self._end_part(start, part + 1 if part else 0)
+        self._open = replace(self._open, line=line.line + 1, part=0)
         return line
 
-    def _known(self, start: bytes) -> LineSurprisal:
-        text = start.removesuffix(b"\r").decode("utf-8", errors="replace")
-        line = LineSurprisal(self._line, self._part, self._num_tokens, self._bits, self._max_bits, text)
-        self._num_tokens, self._bits, self._max_bits = 0, 0.0, 0.0
-        return line
+    def _end_part(self, start: bytes, part: int) -> LineSurprisal:
+        """Return what is known of the line as a whole or as a part of it, and begin the next part."""
+        known = replace(self._open, part=part, text=start.removesuffix(b"\r").decode("utf-8", errors="replace"))
+        self._open = LineSurprisal(line=known.line, part=part, tokens=0, bits=0.0, max_bits=0.0)
+        return known
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         try:
-            counts = [state[name] for name in ("line", "part", "tokens")]
-            bits = [state[name] for name in ("bits", "max_bits")]
+            counts, bits = [state[name] for name in _COUNTS], [state[name] for name in _BITS]
             *starts, start = (bytes.fromhex(text) for text in state["starts"])
             mark = None if state["mark"] is None else bytes.fromhex(state["mark"])
             is_right = all(type(count) is int and 0 <= count < 2**62 for count in counts)
@@ -176,8 +172,7 @@ class LineStream:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             raise UserError("the saved state has no lines, or other ones than can be; give another file") from None
-        self._line, self._part, self._num_tokens = counts
-        self._bits, self._max_bits = bits
+        self._open = LineSurprisal(*counts, *bits)
         self._starts, self._start, self._mark = deque(starts), start, mark
 
 
@@ -202,10 +197,9 @@ def calibrate(lines: Iterable[LineSurprisal], score: LineScoreName, false_alarms
         false_alarms: the fraction, in [0, 1).
 
     Raises:
-        UserError: there are no lines, or the fraction is out of range.
+        UserError: there are no lines.
     """
-    if not 0 <= false_alarms < 1:
-        raise UserError(f"false-alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
+    assert 0 <= false_alarms < 1
     scores = np.sort([line.score(score) for line in lines])[::-1]
     if not len(scores):
         raise UserError("there are no lines to calibrate with; give a file of normal text")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.corpus_writer import count_words as count_words_of_text
+from transformer_xl.text.corpus_writer import count_words
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -45,15 +45,14 @@ class Sums:
     @staticmethod
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
-        is_whole = len(tokens_K) == split.num_tokens
-        words, line_ends = count_words(tokenizer, tokens_K)
-        if tokenizer.is_lossless:
-            num_bytes, characters = count_text(tokenizer, tokens_K)
-            words = split.num_words if is_whole else words  # documents need not end with whitespace
-        else:  # decoding does not restore unknown words and whitespace
-            num_bytes, characters = max(1, round(split.bytes_per_token * len(tokens_K))), None
-        num_bytes, num_unknown = split.num_bytes if is_whole else num_bytes, count_unknown(tokenizer, tokens_K)
-        return Sums(nats, len(tokens_K), num_bytes, characters, words, line_ends, num_unknown)
+        counts = count(tokenizer, tokens_K)
+        if len(tokens_K) == split.num_tokens:
+            counts["bytes"] = split.num_bytes
+            if tokenizer.is_lossless:
+                counts["words"] = split.num_words  # documents need not end with whitespace
+        elif not tokenizer.is_lossless:  # decoding does not restore unknown words and whitespace
+            counts["bytes"] = max(1, round(split.bytes_per_token * len(tokens_K)))
+        return Sums(nats, **counts)
 
     @property
     def nats_per_token(self) -> float:
@@ -104,45 +103,32 @@ def chunks(tokens_K: Tokens) -> Iterator[npt.NDArray[Any]]:
         yield tokens_K[start : start + _TOKENS_PER_CHUNK]
 
 
-def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]:
-    """Return the numbers of bytes and of Unicode characters of a text whose tokens decode exactly.
+def count(tokenizer: Tokenizer, tokens_K: Tokens) -> dict[str, Any]:
+    """Return what can be counted in a text, under the names of the fields of `Sums`; a word that the end cuts counts.
 
-    The number of characters is None if the text is not UTF-8. An incomplete character at the end is not counted.
+    `bytes` and `characters` are there if the tokens decode exactly. The number of characters is None if the text is not
+    UTF-8; an incomplete character at the end is not counted.
     """
-    decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, previous_byte = codecs.getincrementaldecoder("utf-8")(), b" "
+    num_bytes = words = line_ends = num_unknown = 0
     characters: int | None = 0
     for chunk_K in chunks(tokens_K):
-        content = tokenizer.decode_bytes(chunk_K)
-        num_bytes += len(content)
-        if characters is not None:
-            try:
-                characters += len(decoder.decode(content))
-            except UnicodeDecodeError:
-                characters = None
-    return num_bytes, characters
-
-
-def count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int | None, int | None]:
-    """Return the numbers of words and of line ends, as `Sums` defines them; a word that the end cuts counts."""
-    if not tokenizer.is_text:
-        return None, None
-    words = line_ends = 0
-    previous_byte = b" "
-    for chunk_K in chunks(tokens_K):
+        if tokenizer.unk_token_id is not None:
+            num_unknown += int(np.count_nonzero(chunk_K == tokenizer.unk_token_id))
         if tokenizer.is_lossless:
             content = tokenizer.decode_bytes(chunk_K)
-            words += count_words_of_text(content, previous_byte)
+            num_bytes += len(content)
+            words += count_words(content, previous_byte)
             line_ends += content.count(b"\n")
             previous_byte = content[-1:] or previous_byte
-        else:
+            try:
+                characters = None if characters is None else characters + len(decoder.decode(content))
+            except UnicodeDecodeError:
+                characters = None
+        elif tokenizer.is_text:
             num_newlines = int(np.count_nonzero(tokenizer.is_newline_V[chunk_K]))
             words += len(chunk_K) - num_newlines
             line_ends += num_newlines
-    return words, line_ends
-
-
-def count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:
-    """Return how many tokens are the tokenizer's unknown-word token."""
-    if tokenizer.unk_token_id is None:
-        return 0
-    return sum(int(np.count_nonzero(chunk_K == tokenizer.unk_token_id)) for chunk_K in chunks(tokens_K))
+    counts: dict[str, Any] = {"tokens": len(tokens_K), "num_unknown": num_unknown}
+    counts |= {"words": words, "line_ends": line_ends} if tokenizer.is_text else {}
+    return counts | ({"bytes": num_bytes, "characters": characters} if tokenizer.is_lossless else {})

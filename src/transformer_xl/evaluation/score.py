@@ -18,7 +18,7 @@ from typing_extensions import override
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.display import MAX_COLORED_TOKENS, Displayed, tokens_html
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
-from transformer_xl.evaluation.metrics import Sums, count_unknown, count_words
+from transformer_xl.evaluation.metrics import Sums, count
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.token_store import TokenSplit
@@ -156,16 +156,8 @@ def score(
     scores = TextScores()
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]
-        words, line_ends = count_words(run.tokenizer, ids_K)
-        sums = Sums(
-            nats=float(nats_K[start:end].sum()),
-            tokens=end - start,
-            bytes=len(content),
-            characters=_count_characters(content),
-            words=words,
-            line_ends=line_ends,
-            num_unknown=count_unknown(run.tokenizer, ids_K),
-        )
+        counts = count(run.tokenizer, ids_K) | {"bytes": len(content), "characters": _count_characters(content)}
+        sums = Sums(float(nats_K[start:end].sum()), **counts)
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))
     return scores
 

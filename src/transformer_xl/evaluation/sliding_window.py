@@ -19,13 +19,7 @@ import torch
 
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.memory import read_sequences
-from transformer_xl.evaluation.plan import (
-    EvaluationPlan,
-    ScoredSpan,
-    StepLosses,
-    TokenizedText,
-    require_inference_memory,
-)
+from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
 from transformer_xl.inference import TokenModel
 
 _TOKENS_PER_STEP = 4096  # tokens of all windows of one step: enough to keep the device busy
@@ -60,14 +54,8 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
     num_windows = min(batch_size, int((ends_N - starts_N).max()) - window)
     if num_windows > 0:
-        require_inference_memory(
-            "evaluation",
-            model,
-            num_rows=num_windows,
-            num_new=window,
-            num_slots=0,
-            dtype=plan.dtype,
-            advice="lower batch_size",
+        plan.require_memory(
+            "evaluation", model, num_rows=num_windows, num_new=window, num_slots=0, advice="lower batch_size"
         )
     for document_start, document_end in pairwise(boundaries_N.tolist()):
         for start in range(document_start + window, document_end, batch_size):

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.evaluate import check_weights, override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path
 from transformer_xl.reader import Reader
 from transformer_xl.run_folder import Run, check_run, first_difference, weights_digest
@@ -95,16 +95,8 @@ class SurprisalStream:
         check_weights(run.model)
         self.run, self.plan = run, plan
         self._model = run.inference(plan.dtype)
-        slots = plan.context_limits.memory_length
-        require_inference_memory(
-            "a stream",
-            self._model,
-            num_rows=1,
-            num_new=plan.num_inputs,
-            num_slots=slots,
-            dtype=plan.dtype,
-            advice="lower memory_length",
-        )
+        num_new, num_slots, advice = plan.num_inputs, plan.context_limits.memory_length, "lower memory_length"
+        plan.require_memory("a stream", self._model, num_rows=1, num_new=num_new, num_slots=num_slots, advice=advice)
         self._memory = self._model.initial_memory(1, plan.context_limits)  # before the current segment
         self._before_X = np.array([run.tokenizer.bos_token_id], dtype=np.int64)  # tokens before it that are read again
         self._segment_T = np.zeros(0, dtype=np.int64)

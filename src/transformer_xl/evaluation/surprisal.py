@@ -30,6 +30,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -40,7 +41,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
-from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config, stream_losses
+from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.files import as_path, write_text
 from transformer_xl.inference import TokenModel
@@ -55,7 +56,6 @@ _COLUMNS = ("word_number", "word", *_COUNTS)
 ALONE = "surprisal_bits_alone"
 """The column of surprisals without what came before the item."""
 _MAX_LOGITS = 2**22  # computed at once: 16 MiB of float32
-_Losses = npt.NDArray[np.float64]
 
 
 class SurprisalTable(list[dict[str, Any]]):
@@ -81,16 +81,8 @@ class SurprisalTable(list[dict[str, Any]]):
 
     def by_item(self) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
         """Yield the labels and the rows of each item."""
-        rows: list[dict[str, Any]] = []
-        for row, following in zip(self, [*self[1:], None], strict=True):
-            rows.append(row)
-            labels = self._labels(row)
-            if following is None or self._labels(following) != labels:
-                yield labels, rows
-                rows = []
-
-    def _labels(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in self.label_columns)
+        for labels, rows in groupby(self, key=lambda row: tuple(row[name] for name in self.label_columns)):
+            yield labels, list(rows)
 
     def to_csv(self, file: Path | str | None = None) -> str:
         """Return the table as CSV, and write it to a file (UTF-8, without byte order mark) unless that is None.
@@ -170,7 +162,7 @@ def surprisal(
         if ends_word_K is None:
             nats_K = losses_in_order(model, text, plan, progress)
         else:
-            nats_K, word_end_K = _losses_and_word_ends(model, text, plan, progress)
+            nats_K, word_end_K = losses_in_order(model, text, plan, progress, columns=(2,)).T
             word_end_K[~ends_word_K] = 0
         nats_R = np.bincount(row_K, nats_K - word_end_K, minlength=len(rows))
         nats_R += np.bincount(row_K[:-1], word_end_K[1:], minlength=len(rows))  # to the word before
@@ -320,13 +312,3 @@ class _WithWordEnds:
             nats_P = logits_PV.logsumexp(-1) - logits_PV[:, is_space_V].logsumexp(-1)
             space_nats_BT[index_P] = nats_P.clamp(min=0)
         return torch.stack([nats_BT, torch.minimum(space_nats_BT, nats_BT)], -1)
-
-
-def _losses_and_word_ends(
-    model: TokenModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None
-) -> tuple[_Losses, _Losses]:
-    """Return both losses of `_WithWordEnds.nats` of every token, each of shape (K,)."""
-    nats_K2 = np.full((len(text.tokens_K), 2), np.nan)
-    for chunk in stream_losses(model, text, plan, progress):
-        nats_K2[chunk.position : chunk.position + len(chunk.nats_K)] = chunk.nats_K
-    return nats_K2[:, 0].copy(), nats_K2[:, 1].copy()

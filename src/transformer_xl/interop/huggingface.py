@@ -8,7 +8,6 @@ queries of an imported model attend to the zeros of an empty memory, and `same_l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop import pretrained
 from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SourceConfig, format_value, tied_projection_flags
+from transformer_xl.interop.source_config import SHARED_SETTINGS, SourceConfig, format_value, tied_projection_flags
 from transformer_xl.interop.tokenizers import first_existing, read_checkpoint_json, read_tokenizer, words_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
@@ -198,21 +197,17 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     with atomic_folder(path) as temporary:
         lengths = {"mem_len": memory, "same_length": same_length}
         values = {**_config_values(config, model), **lengths, "eos_token_id": tokenizer.eos_token_id}
-        _write_json(temporary / "config.json", values)
+        pretrained.write_config(temporary / "config.json", values)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_safetensors(temporary / "model.safetensors", contiguous, {"format": "pt"})
         if words is not None:
             write_text(temporary / "vocab.txt", "".join(f"{word}\n" for word in words))
             lower_case = isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.lowercase
             tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
-            _write_json(temporary / "tokenizer_config.json", tokenizer_config)
+            pretrained.write_config(temporary / "tokenizer_config.json", tokenizer_config)
             if _contain_whitespace(words):
-                _write_json(temporary / "vocab.json", list(words))
+                pretrained.write_config(temporary / "vocab.json", list(words))
     return tuple(notes)
-
-
-def _write_json(path: Path, values: object) -> None:
-    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _contain_whitespace(words: Sequence[str]) -> bool:
@@ -262,21 +257,11 @@ def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, A
     return {
         "model_type": MODEL_TYPE,
         "architectures": ["TransfoXLLMHeadModel"],
-        "vocab_size": model.vocab_size,
-        "n_layer": model.n_layers,
-        "d_model": model.d_model,
-        "n_head": model.n_heads,
+        **{theirs: getattr(model, ours) for theirs, (ours, _) in SHARED_SETTINGS.items()},
         "d_head": model.head_dim,
-        "d_inner": model.d_ff,
-        "dropout": model.dropout,
-        "dropatt": model.attention_dropout,
-        "pre_lnorm": model.norm_first,
-        "layer_norm_epsilon": model.norm_eps,
         "d_embed": model.d_embed or model.d_model,
         "cutoffs": list(model.cluster_boundaries[1:-1]),
-        "div_val": model.div_val,
         "adaptive": num_clusters > 1,
-        "tie_word_embeddings": model.tie_word_embeddings,
         "tie_projs": tied_projection_flags(num_clusters)[model.tie_projections],
         "untie_r": not model.tie_attention_biases,
         "tgt_len": config.evaluation.segment_length or config.train.segment_length,

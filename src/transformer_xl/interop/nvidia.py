@@ -24,17 +24,14 @@ from transformer_xl.interop.weight_names import NVIDIA, import_weights
 # the best and the newest weights; from a folder, the first of these files that exists is read
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")  # or checkpoint_STEP.pt
+ALLOWED_CLASSES = CORPUS_CLASSES | {"argparse.Namespace"}
+"""Classes that the pickle may name; none of them is imported."""
 _EXTRA_KEYS = 1  # with `same_length`, a query attends to this many keys more than memory slots
 
 
 def recognizes(path: Path) -> bool:
     """Return whether the path is a checkpoint file of NVIDIA's code, or a folder that contains one."""
     return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_existing(path, _FILES) is not None
-
-
-def is_allowed_class(name: str) -> bool:
-    """Return whether the pickle may name this class; none of these classes is imported."""
-    return name == "argparse.Namespace" or name in CORPUS_CLASSES
 
 
 def read(path: Path) -> ImportedModel:
@@ -45,7 +42,7 @@ def read(path: Path) -> ImportedModel:
             cannot be expressed in this package.
     """
     file = (first_existing(path, _FILES) or path) if path.is_dir() else path
-    content = TorchFile(file, is_allowed_class)
+    content = TorchFile(file, ALLOWED_CLASSES.__contains__)
     checkpoint = content.value if isinstance(content.value, dict) else {}
     weights, values = checkpoint.get("model_state"), checkpoint.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):

@@ -33,7 +33,7 @@ _CLASSES = (
     )),
     "proj_adaptive_softmax.ProjectedAdaptiveLogSoftmax", "log_uniform_sampler.LogUniformSampler",
 )  # fmt: skip
-_ALLOWED_CLASSES = frozenset(
+ALLOWED_CLASSES = frozenset(
     [
         *_CLASSES,
         *(f"utils.{name}" for name in _CLASSES),
@@ -45,17 +45,13 @@ _ALLOWED_CLASSES = frozenset(
         "torch.nn.backends.thnn._get_thnn_function_backend",  # of early torch versions
     ]
 )  # fmt: skip
+"""Classes that the pickle may name; none of them is imported."""
 _MAX_ENTRIES, _MAX_NAME_LENGTH = 100_000, 1000  # in a hostile file modules can contain themselves and each other
 
 
 def recognizes(path: Path) -> bool:
     """Return whether the path is model.pt, or a folder that contains it."""
     return (path.name == _MODEL and path.is_file()) or (path / _MODEL).is_file()
-
-
-def is_allowed_class(name: str) -> bool:
-    """Return whether the pickle may name this class; none of these classes is imported."""
-    return name in _ALLOWED_CLASSES
 
 
 def read(path: Path) -> ImportedModel:
@@ -67,7 +63,7 @@ def read(path: Path) -> ImportedModel:
     """
     file = path / _MODEL if path.is_dir() else path
     source = str(file)
-    content = TorchFile(file, is_allowed_class)
+    content = TorchFile(file, ALLOWED_CLASSES.__contains__)
     model = content.value
     if not isinstance(model, PickledObject) or model.name.rpartition(".")[2] != _CLASS:
         what = model.name if isinstance(model, PickledObject) else type(model).__name__

@@ -156,13 +156,13 @@ def write(
     values = config_values(config, memory_lengths)
     fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
     with atomic_folder(path) as temporary:
-        _write_json(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
-        _write_json(temporary / "generation_config.json", generation_values(tokenizer))
+        write_config(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
+        write_config(temporary / "generation_config.json", generation_values(tokenizer))
         tensors = {f"{WEIGHT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in weights.items()}
         write_safetensors(temporary / "model.safetensors", tensors, {"format": "pt"})
         save_tokenizer(tokenizer, temporary / TOKENIZER_FILE)
         tokenizer_values = {"tokenizer_class": "TransformerXLTokenizer", "auto_map": TOKENIZER_AUTO_MAP}
-        _write_json(temporary / "tokenizer_config.json", tokenizer_values)
+        write_config(temporary / "tokenizer_config.json", tokenizer_values)
         write_code(temporary)
 
 
@@ -180,5 +180,6 @@ def generation_values(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.vocab_size}
 
 
-def _write_json(path: Path, values: object) -> None:
+def write_config(path: Path, values: object) -> None:
+    """Write JSON as transformers does."""
     write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -24,6 +24,24 @@ from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 _MAX_LAYERS, _MAX_CUTOFFS = 1000, 100
 
 
+SHARED_SETTINGS: dict[str, tuple[str, int | float | bool | None]] = {
+    "vocab_size": ("vocab_size", None),
+    "n_layer": ("n_layers", None),
+    "d_model": ("d_model", None),
+    "n_head": ("n_heads", None),
+    "d_head": ("d_head", None),
+    "d_inner": ("d_ff", None),
+    "dropout": ("dropout", 0.0),
+    "dropatt": ("attention_dropout", 0.0),
+    "pre_lnorm": ("norm_first", False),
+    "layer_norm_epsilon": ("norm_eps", 1e-5),
+    "div_val": ("div_val", 1),
+    "tie_word_embeddings": ("tie_word_embeddings", True),
+}
+"""Settings that have the same values in this package: by Hugging Face's name ours, and the value where it is missing,
+or None for an integer that must be there."""
+
+
 def format_value(value: object) -> str:
     """Format a value for a message, in 60 characters at most.
 
@@ -48,10 +66,6 @@ class SourceConfig:
     def get_int(self, name: str, default: int | None = None) -> int:
         """Return an integer."""
         return self._get(name, default, "an integer", int)
-
-    def get_float(self, name: str, default: float) -> float:
-        """Return a number as a float."""
-        return float(self._get(name, default, "a number", int, float))
 
     def get_bool(self, name: str, *, default: bool) -> bool:
         """Return a boolean."""
@@ -106,27 +120,16 @@ class SourceConfig:
             UserError: a setting has the wrong type or value, or cannot be expressed in this package.
         """
         self.check_supported()
-        cutoffs, d_model = self.get_ints("cutoffs"), self.get_int("d_model")
+        cutoffs, clamp_length = self.get_ints("cutoffs"), self.get_int("clamp_len", -1)
         check_counts(self.source, n_layers=self.get_int("n_layer"), num_cutoffs=len(cutoffs))
-        d_embed, div_val = self.get_int("d_embed", d_model), self.get_int("div_val", 1)
-        clamp_length = self.get_int("clamp_len", -1)
-        values = {
-            "vocab_size": self.get_int("vocab_size"),
-            "n_layers": self.get_int("n_layer"),
-            "d_model": d_model,
-            "n_heads": self.get_int("n_head"),
-            "d_head": self.get_int("d_head"),
-            "d_ff": self.get_int("d_inner"),
-            "dropout": self.get_float("dropout", 0.0),
-            "attention_dropout": self.get_float("dropatt", 0.0),
-            "norm_first": self.get_bool("pre_lnorm", default=False),
+        values = {ours: self._get_like(theirs, default) for theirs, (ours, default) in SHARED_SETTINGS.items()}
+        d_embed = self.get_int("d_embed", values["d_model"])
+        is_projected = values["div_val"] > 1 or d_embed != values["d_model"]
+        values |= {
             "final_norm": False,
-            "norm_eps": self.get_float("layer_norm_epsilon", 1e-5),
             "d_embed": d_embed,
             "cutoffs": cutoffs,
-            "div_val": div_val,
-            "tie_word_embeddings": self.get_bool("tie_word_embeddings", default=True),
-            "tie_projections": self._tied_projections(len(cutoffs) + 1) if div_val > 1 or d_embed != d_model else "all",
+            "tie_projections": self._tied_projections(len(cutoffs) + 1) if is_projected else "all",
             "tie_attention_biases": not self.get_bool("untie_r", default=False),
             "attend_empty_memory": attend_empty_memory,
             "attention_window": self.attention_window(self.get_int("mem_len"), extra_keys=extra_keys),
@@ -148,6 +151,14 @@ class SourceConfig:
         raise UserError(
             f"{self.source}: tie_projs {format_value(value)} cannot be expressed; only all, all but the first, or none"
         )
+
+    def _get_like(self, name: str, default: float | None) -> Any:
+        """Return a setting of the type of its default; an integer if it has none."""
+        if isinstance(default, bool):
+            return self.get_bool(name, default=default)
+        if isinstance(default, float):
+            return float(self._get(name, default, "a number", int, float))
+        return self.get_int(name, default)
 
     def _get(self, name: str, default: object, expected: str, *types: type) -> Any:
         """Return a setting of one of these types, or the default if it is missing or None."""

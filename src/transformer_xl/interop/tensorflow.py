@@ -124,6 +124,14 @@ class _Variables:
         }
         self._bundle.check_data(_SCOPE + name for name in self._shapes)
         self._read: set[str] = set()
+        num_tables = max(self.count("adaptive_embed/cutoff_{}/lookup_table"), 1)
+        tables = [f"adaptive_embed/cutoff_{index}/" for index in range(num_tables)]
+        self.tables = ["adaptive_embed/"] if "adaptive_embed/lookup_table" in self else tables
+        """The name prefix of each embedding table and its projection."""
+        num_clusters = self.count("adaptive_softmax/cutoff_{}/b")
+        biases = [f"adaptive_softmax/cutoff_{index}/b" for index in range(num_clusters)]
+        self.biases = biases or ["adaptive_softmax/bias"]
+        """The names of the softmax biases, one for each cluster."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -172,24 +180,25 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
     """Return the settings of TransformerXLConfig that follow from the shapes."""
     # 2 or 3 dimensions: ([L,] N, H)
     n_layers = variables.count("layer_{}/rel_attn/o/kernel")
-    check_counts(str(variables.prefix), n_layers=n_layers, num_cutoffs=len(_biases(variables)) - 1)
+    check_counts(str(variables.prefix), n_layers=n_layers, num_cutoffs=len(variables.biases) - 1)
     *layer_dimension, n_heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, d_model = variables.shape("layer_0/rel_attn/o/kernel", 2)
-    table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
+    boundaries = (0, *accumulate(variables.shape(name, 1)[0] for name in variables.biases))  # 0, the cutoffs and V
+    table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in variables.tables]
     return {
-        "vocab_size": _boundaries(variables)[-1],
+        "vocab_size": boundaries[-1],
         "n_layers": n_layers,
         "d_model": d_model,
         "n_heads": n_heads,
         "d_head": d_head,
         "d_ff": variables.shape("layer_0/ff/layer_1/kernel", 2)[1],
         "d_embed": table_widths[0],
-        "cutoffs": _boundaries(variables)[1:-1],
+        "cutoffs": boundaries[1:-1],
         "div_val": table_widths[0] // table_widths[1] if len(table_widths) > 1 else 1,
         "tie_projections": _tied_projections(variables),
         # whether an embedding table that is as wide as the model is projected nevertheless
         "project_same_width": not (
-            len(table_widths) > 1 and table_widths[0] == d_model and f"{_tables(variables)[0]}proj_W" not in variables
+            len(table_widths) > 1 and table_widths[0] == d_model and f"{variables.tables[0]}proj_W" not in variables
         ),
         "tie_attention_biases": not layer_dimension,
         "norm_eps": _NORM_EPSILON,
@@ -197,32 +206,13 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
     }
 
 
-def _tables(variables: _Variables) -> list[str]:
-    """Return the name prefix of each embedding table and its projection."""
-    if "adaptive_embed/lookup_table" in variables:
-        return ["adaptive_embed/"]
-    num_tables = max(variables.count("adaptive_embed/cutoff_{}/lookup_table"), 1)
-    return [f"adaptive_embed/cutoff_{index}/" for index in range(num_tables)]
-
-
-def _biases(variables: _Variables) -> list[str]:
-    """Return the names of the softmax biases, one for each cluster."""
-    num_clusters = variables.count("adaptive_softmax/cutoff_{}/b")
-    return [f"adaptive_softmax/cutoff_{index}/b" for index in range(num_clusters)] or ["adaptive_softmax/bias"]
-
-
-def _boundaries(variables: _Variables) -> tuple[int, ...]:
-    """Return the cluster boundaries: 0, the cutoffs and V."""
-    return (0, *accumulate(variables.shape(name, 1)[0] for name in _biases(variables)))
-
-
 def _tied_projections(variables: _Variables) -> str:
     """Return `tie_projections`: for which clusters the softmax shares the embedding's projection."""
-    clusters = range(len(_biases(variables)))
+    clusters = range(len(variables.biases))
     untied = {index for index in clusters if f"adaptive_softmax/cutoff_{index}/proj" in variables}
     if not untied:
         return "all"
-    tables = _tables(variables)
+    tables = variables.tables
     projected = {index for index in clusters if f"{tables[min(index, len(tables) - 1)]}proj_W" in variables}
     if untied not in ({0}, projected):
         raise variables.error(f"separate softmax projections for clusters {sorted(untied)} of {sorted(projected)} only")
@@ -234,15 +224,15 @@ def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
     for name, tf_name in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         bias = variables.tensor(tf_name)
         yield name, bias if bias.ndim == 3 else bias[None]
-    for index, table in enumerate(_tables(variables)):
+    for index, table in enumerate(variables.tables):
         yield f"embedding.tables.{index}", variables.tensor(f"{table}lookup_table")
         if f"{table}proj_W" in variables:
             yield f"embedding.projections.{index}", variables.transposed(f"{table}proj_W")
-    yield "softmax.bias", torch.cat([variables.tensor(name) for name in _biases(variables)])
+    yield "softmax.bias", torch.cat([variables.tensor(name) for name in variables.biases])
     if "adaptive_softmax/cutoff_0/b" in variables:
         yield "softmax.cluster_weight", variables.tensor("adaptive_softmax/cutoff_0/cluster_W")
         yield "softmax.cluster_bias", variables.tensor("adaptive_softmax/cutoff_0/cluster_b")
-    for index in range(len(_biases(variables))):
+    for index in range(len(variables.biases)):
         if f"adaptive_softmax/cutoff_{index}/proj" in variables:
             yield f"softmax.projections.{index}", variables.transposed(f"adaptive_softmax/cutoff_{index}/proj")
     for index in range(variables.count("layer_{}/rel_attn/o/kernel")):

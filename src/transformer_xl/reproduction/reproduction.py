@@ -37,7 +37,7 @@ from transformer_xl.files import as_user_error, lock_folder, write_text
 from transformer_xl.progress import say
 from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 from transformer_xl.reproduction.systems import Groups, System
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import RunFolder, first_difference
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
@@ -281,13 +281,9 @@ class Reproduction:
             if any((self.path / "runs").glob("*")):
                 raise UserError(f"{file} is missing, so the settings of the runs there are unknown; choose another out")
             return
-        before, now = _flatten(read_yaml(file.read_bytes(), str(file))), _flatten(self._shared_settings)
-        for name in [*before, *now]:
-            if before.get(name) != now.get(name):
-                raise UserError(
-                    f"{self.path} was started with {name} {before.get(name, '(default)')}, and now it is "
-                    f"{now.get(name, '(default)')}; give the same again, or choose another out"
-                )
+        if difference := first_difference(self._shared_settings, read_yaml(file.read_bytes(), str(file))):
+            advice = "give the same again, or choose another out"
+            raise UserError(f"{self.path} was started with other settings: {difference}; {advice}")
 
     def _recipe_file(self, system: System) -> Path:
         return self.path / "recipes" / f"{system.name}.yaml"
@@ -398,11 +394,3 @@ def check_folder(path: Path) -> None:
     is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_new and not any((path / name).exists() for name in ("settings.yaml", REPORT)):
         raise UserError(f"{path} exists and is not the folder of a reproduction; choose another out")
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names, such as train.max_steps."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -14,10 +14,13 @@ import socket
 import stat
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, check_is_new
@@ -28,26 +31,28 @@ _MAX_WRITERS = 64  # connections to a socket
 _MAX_LINE_BYTES = 2**16  # of a connection, before its line is passed on without an end
 
 
-class LiveText(Protocol):
+class LiveText(ABC):
     """Text that is still being written."""
 
     name: str
     """What it is, for messages."""
 
+    @abstractmethod
     def read(self, seconds: float) -> bytes | None:
         """Return the next block; empty if nothing comes within so many seconds, None after the end."""
 
     def position(self) -> dict[str, Any]:
-        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot."""
+        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot, as by default."""
+        return {}
 
-    def begin_at(self, position: Mapping[str, Any]) -> None:
+    def begin_at(self, position: Mapping[str, Any]) -> None:  # noqa: B027 (by default there is nothing to do)
         """Continue at a position, if it still exists."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close what is open."""
 
 
-class PipedText:
+class PipedText(LiveText):
     """The text of a file descriptor, such as standard input, until its end."""
 
     name = "standard input"
@@ -55,6 +60,7 @@ class PipedText:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next block, empty if nothing comes in time, or None after the end."""
         with as_user_error(f"reading {self.name}"):
@@ -62,18 +68,8 @@ class PipedText:
                 return b""
             return os.read(self._descriptor, BLOCK_BYTES) or None
 
-    def position(self) -> dict[str, Any]:
-        """Return nothing: the next command gets another standard input."""
-        return {}
 
-    def begin_at(self, position: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class FollowedFile:
+class FollowedFile(LiveText):
     """A file that grows, without an end, as `tail -F` shows it.
 
     If the path names another file (rotation), the rest of the old one is read and then the new one. If the file becomes
@@ -94,13 +90,12 @@ class FollowedFile:
         """
         self.name, self._path = str(path), path
         self._position, self._ends_in_line = 0, False
-        self.num_restarts = 0
-        """How often the file was rotated or truncated."""
         with as_user_error(f"reading {path}"):
             self._descriptor = self._open()
             if from_end:
                 self._position = os.lseek(self._descriptor, 0, os.SEEK_END)
 
+    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next block, or an empty one if nothing is appended in time."""
         deadline = time.monotonic() + seconds
@@ -113,12 +108,14 @@ class FollowedFile:
                     return b""
                 time.sleep(min(left, _POLL_SECONDS))
 
+    @override
     def position(self) -> dict[str, Any]:
         """Return which file is open, and how much of it is read."""
         status = os.fstat(self._descriptor)
         names = {"device": status.st_dev, "inode": status.st_ino}
         return {**names, "offset": self._position, "ends_in_line": self._ends_in_line}
 
+    @override
     def begin_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, if the path still names that file, and it is as long; else at its beginning."""
         status, offset = os.fstat(self._descriptor), position.get("offset")
@@ -129,6 +126,7 @@ class FollowedFile:
         else:
             self._position = sys.maxsize  # beyond the end, as after a truncation
 
+    @override
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
@@ -146,9 +144,7 @@ class FollowedFile:
     def _read_or_restart(self) -> bytes:
         if os.fstat(self._descriptor).st_size < self._position:
             return self._restart(self._descriptor)
-        if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
-            self._position += len(block)
-            self._ends_in_line = not block.endswith(b"\n")
+        if block := self._read_on():
             return block
         try:
             status, current = os.stat(self._path), os.fstat(self._descriptor)
@@ -158,23 +154,26 @@ class FollowedFile:
         except FileNotFoundError:  # between the renaming of the old file and the creation of the new one
             return b""
         # what was written to the old file after it was read, and before it was renamed
-        if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
+        if block := self._read_on():
             os.close(opened)
-            self._position += len(block)
-            self._ends_in_line = not block.endswith(b"\n")
             return block
         os.close(self._descriptor)
         return self._restart(opened)
 
+    def _read_on(self) -> bytes:
+        if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
+            self._position += len(block)
+            self._ends_in_line = not block.endswith(b"\n")
+        return block
+
     def _restart(self, descriptor: int) -> bytes:
         """Continue at the beginning of a file, and return the end of the line that was cut off."""
         self._descriptor, self._position = descriptor, 0
-        self.num_restarts += 1
         cut, self._ends_in_line = self._ends_in_line, False
         return b"\n" if cut else b""
 
 
-class SocketText:
+class SocketText(LiveText):
     """The lines that programs on this machine write to a socket, in the order in which they arrive, without an end.
 
     The lines of several writers are not mixed; a writer that disconnects within a line ends it.
@@ -212,6 +211,7 @@ class SocketText:
         """Number of the port."""
         return int(self._server.getsockname()[1])
 
+    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next lines, or an empty block if no line ends in time."""
         deadline = time.monotonic() + seconds
@@ -224,13 +224,7 @@ class SocketText:
             if time.monotonic() >= deadline:
                 return b""
 
-    def position(self) -> dict[str, Any]:
-        """Return nothing: what was written to a socket is gone."""
-        return {}
-
-    def begin_at(self, position: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
+    @override
     def close(self) -> None:
         """Close all connections and remove the socket."""
         for connection in [*self._lines, self._server]:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -288,6 +287,11 @@ def find_text(
     if selection and (dataset or documents is not None):
         what = f"the data set {dataset}" if dataset else "texts in memory"
         raise UserError(f"--include, --exclude and --encoding are for files, not for {what}; leave them out")
+    if dataset == PYTHON_STDLIB:
+        return python_stdlib()
+    if dataset:
+        return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
+    name, description, notes = "documents", _IN_MEMORY, tuple[str, ...]()
     if split_paths:
         found = {
             split: texts_of_paths(files, f"--{split}: ", selection, progress) for split, files in split_paths.items()
@@ -296,8 +300,7 @@ def find_text(
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
         notes = (*(note for _, notes in found.values() for note in notes), *note_repeated_files(texts))
         name = name_of_paths(split_paths["train"])
-        return source_of_splits(texts, name=name, description=description, kind=kind, notes=notes)
-    if isinstance(documents, Mapping):
+    elif isinstance(documents, Mapping):
         in_memory = cast("Mapping[SplitName, Texts]", documents)
         if unknown := [split for split in in_memory if split not in SPLITS]:
             expected = f"{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
@@ -305,24 +308,17 @@ def find_text(
         if "train" not in in_memory:
             raise UserError("documents has no split 'train'; add it")
         texts = {split: _in_memory(split_texts, f"{split} document") for split, split_texts in in_memory.items()}
-        return source_of_splits(texts, name="documents", description=_IN_MEMORY, kind=kind)
-    if dataset == PYTHON_STDLIB:
-        return python_stdlib()
-    if dataset:
-        return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
-    all_fractions: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
-    split = partial(
-        split_text,
-        fractions=all_fractions,
-        method=split_method or "random",
-        seed=DEFAULT_SPLIT_SEED if seed is None else seed,
-        kind=kind,
-    )
-    if documents is not None:
-        return split(_in_memory(documents, "document"), name="documents", description=_IN_MEMORY)
-    texts_of_files, notes = texts_of_paths(paths, "", selection, progress)
-    name, description = name_of_paths(paths), describe_paths(paths)
-    return split(texts_of_files, root=common_folder(paths), name=name, description=description, notes=notes)
+    else:
+        if documents is not None:
+            whole, root = _in_memory(documents, "document"), Path()
+        else:
+            (whole, notes), root = texts_of_paths(paths, "", selection, progress), common_folder(paths)
+            name, description = name_of_paths(paths), describe_paths(paths)
+        sizes: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
+        seed = DEFAULT_SPLIT_SEED if seed is None else seed
+        texts, how = split_text(whole, sizes, method=split_method or "random", seed=seed, root=root, kind=kind)
+        description, notes = f"{description}; {how}", (*notes, *note_repeated_files({"the text": whole}))
+    return source_of_splits(texts, name=name, description=description, kind=kind, notes=notes)
 
 
 def _dataset(paths: Sequence[str]) -> str | None:

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import LengthFlags, evaluation_config
+from transformer_xl.cli.flags import LengthFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
-from transformer_xl.config import UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
 
@@ -92,7 +92,8 @@ def attention(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    text, head_list, config = source.text(), None if heads is None else _parse_heads(heads), evaluation_config(lengths)
+    text, head_list = source.text(), None if heads is None else _parse_heads(heads)
+    config = check_flags(EvaluationConfig, lengths)
     from transformer_xl.analysis.attention import analyze_attention
     from transformer_xl.run_folder import RunFolder
 

@@ -12,9 +12,9 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ContextFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import print_json, print_table, say_weights
+from transformer_xl.cli.output import check_outputs, print_json, print_table, say_weights
 from transformer_xl.config import ContextSweep, UserError
-from transformer_xl.files import check_new_file, write_json
+from transformer_xl.files import write_json
 from transformer_xl.progress import ProgressBar, note, say
 
 
@@ -59,7 +59,7 @@ def context(
         File for the curves of gains, .svg or .png.
     """
     paths = _run_paths(runs)
-    _check_outputs(out, plot)
+    check_outputs(out, plot)
     sweep = check_flags(ContextSweep, settings)
     from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
@@ -101,16 +101,6 @@ def context(
         from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 
         write_plot(plot, draw_gains(values))
-
-
-def _check_outputs(out: Path | None, plot: Path | None) -> None:
-    """Check that the output files can be written, before anything is computed."""
-    if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
-        raise UserError(f"{plot}: the name of a plot must end in .svg or .png")
-    for path in filter(None, (out, plot)):
-        check_new_file(path)
-    if plot is not None and plot == out:
-        raise UserError(f"{out} was given for --out and --plot; choose different files")
 
 
 def _run_paths(runs: tuple[str, ...]) -> dict[str, Path]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.evaluation.plan import EvaluationPlan, require_inference_memory
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader
@@ -133,15 +133,8 @@ def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> 
 
 
 def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, num_slots: int) -> None:
-    require_inference_memory(
-        "the evaluation",
-        model,
-        num_rows=num_rows,
-        num_new=plan.segment_length,
-        num_slots=num_slots,
-        dtype=plan.dtype,
-        advice="lower memory_length or batch_size",
-    )
+    num_new, advice = plan.segment_length, "lower memory_length or batch_size"
+    plan.require_memory("the evaluation", model, num_rows=num_rows, num_new=num_new, num_slots=num_slots, advice=advice)
 
 
 def _score(

@@ -92,14 +92,11 @@ def split_text(
     texts: Sequence[TextRange],
     fractions: Mapping[SplitName, float],
     *,
-    method: SplitMethod = "random",
-    seed: int = DEFAULT_SPLIT_SEED,
-    root: Path = Path(),
-    name: str,
-    description: str,
+    method: SplitMethod,
+    seed: int,
+    root: Path,
     kind: str | None,
-    notes: tuple[str, ...] = (),
-) -> TextSource:
+) -> tuple[dict[SplitName, list[TextRange]], str]:
     """Split texts into train, valid and test, at random or at the end (see `splitting`).
 
     Args:
@@ -108,10 +105,10 @@ def split_text(
         method: random, or end for the end of the concatenated texts.
         seed: seed of a random split.
         root: folder to which the names of texts are relative that a random split depends on.
-        name: default name of the corpus.
-        description: where the text comes from.
         kind: as in `source_of_splits`.
-        notes: warnings for the user.
+
+    Returns:
+        The texts of each split that has text, and a description of the split.
 
     Raises:
         UserError: a text is not for this kind of tokenizer, or is too short; or a fraction is out of range.
@@ -124,18 +121,16 @@ def split_text(
             f"--valid-fraction {fractions['valid']:g} and --test-fraction {fractions['test']:g} leave nothing to train "
             "on; their sum must be below 1"
         )
-    tokenizer = _default_tokenizer(texts, kind)
+    whole_lines = _default_tokenizer(texts, kind).kind == "integer"
     arrays = [text for text in texts if isinstance(text, ArrayRange)]
     if arrays and len(arrays) < len(texts):
         raise UserError(
             f"{arrays[0].path} is an array and other files are text, so they cannot be joined and split; use --train, "
             "--valid and --test instead"
         )
-    notes = (*notes, *note_repeated_files({"the text": texts}))
     # compressed files are measured only once; empty ones have nothing to split
     measured = [replace(text, stop=text.size()) for text in texts]
     measured = [text for text in measured if text.size()]
-    whole_lines = tokenizer.kind == "integer"
     if method == "end":
         splits, how = split_at_end(measured, fractions, whole_lines=whole_lines)
     else:
@@ -149,8 +144,7 @@ def split_text(
                 f"the text is too short to split: {size:,} {unit} leave {split} empty; pass more text, or change "
                 "--valid-fraction and --test-fraction (0 for none)"
             )
-    splits = {split: splits[split] for split in SPLITS if splits.get(split)}
-    return source_of_splits(splits, name=name, description=f"{description}; {how}", kind=tokenizer.kind, notes=notes)
+    return {split: splits[split] for split in SPLITS if splits.get(split)}, how
 
 
 def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> TokenizerConfig:
@@ -387,5 +381,4 @@ def name_of_paths(paths: Sequence[str]) -> str:
 
 def describe_paths(paths: Sequence[str]) -> str:
     """Return the first few paths, absolute, as a comma-separated list."""
-    rest = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-    return ", ".join(os.path.abspath(path) for path in paths[:3]) + rest
+    return _first_few([os.path.abspath(path) for path in paths])
