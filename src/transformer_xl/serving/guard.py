@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformer_xl.serving.answers import error_answer
 from transformer_xl.serving.protocol import ApiError
 
 Message = MutableMapping[str, Any]
@@ -78,7 +78,7 @@ class Guard:
             scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
             receive = await self._checked_body(scope, headers, receive)
         except ApiError as error:
-            await _answer(error, counted)
+            await error_answer(error)(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
@@ -205,11 +205,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-async def _answer(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -329,7 +329,7 @@ class RequestRunner:
     def _commit(self, request: TextRequest, session: Session, state: MemoryState) -> None:
         self.sessions.commit(session, state, request.rest_of_end())
 
-    async def events(self, request: TextRequest, connection: Request) -> AsyncIterator[tuple[int, list[Event]]]:
+    async def events(self, request: TextRequest, connection: Request) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """Yield the events of a request's jobs until all are finished; the session is committed before the last ones.
 
         However it ends, by the client going away too, its jobs end and its session is released.
