@@ -191,12 +191,10 @@ class SessionStore:
         """Make a session from a file that was received.
 
         Raises:
-            ApiError: it is no session of these models and weights, or is damaged, or does not fit into the bound.
+            UserError: it is no session of these models and weights, or is damaged.
+            ApiError: it does not fit into the bound, or cannot be saved.
         """
-        try:
-            session = read_session(received.finish(), self._models)
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
+        session = read_session(received.finish(), self._models)
         session = replace(session, id=_new_id(), owner=owner, created=time.time(), parent=None)
         self._put(session)
         return session
