@@ -53,11 +53,6 @@ class TextRequest:
         loop = asyncio.get_running_loop()
         return lambda events: loop.call_soon_threadsafe(self.queue.put_nowait, (job, events))
 
-    def rest_of_end(self) -> str:
-        """Return what the reply lacks of the end of a message."""
-        (job,) = self.jobs
-        return rest_of_end(self.served.run.tokenizer.decode(job.kept_ids), self.message_end)
-
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
@@ -320,7 +315,10 @@ class RequestRunner:
             self.sessions.release(session.id)
 
     def _commit(self, request: TextRequest, session: Session, state: MemoryState) -> None:
-        self.sessions.commit(session, state, request.rest_of_end())
+        """Give a session its next state, and what the reply lacks of the end of a message."""
+        (job,) = request.jobs
+        text = request.served.run.tokenizer.decode(job.kept_ids)
+        self.sessions.commit(session, state, rest_of_end(text, request.message_end))
 
     async def events(self, request: TextRequest, connection: Request) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """Yield the events of a request's jobs until all are finished; the session is committed before the last ones.
