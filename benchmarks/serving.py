@@ -38,7 +38,6 @@ from environment import command, commit, cpu_features, cpu_model, positive, resu
 
 from transformer_xl.config import run_settings
 from transformer_xl.config.run import load_recipe, merge_recipe
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import memory_plan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.sizes import min_cache
@@ -276,7 +275,7 @@ def main() -> None:
         ngrams = loaded.model.ngrams  # a step reads a few rows of these tables
         looked_up = 0 if ngrams is None else sum(parameter.numel() for parameter in ngrams.parameters())
         weights = 4 * (loaded.model.num_parameters() - looked_up)
-        slots = memory_plan(loaded, GenerationConfig()).context_limits.memory_length
+        slots = memory_plan(loaded).context_limits.memory_length
         # a sequence that begins empty has on average filled this many slots of its memory
         filled = statistics.mean(
             min(slots, 0.75 * args.prompt_tokens + step) for step in range(int(0.75 * args.tokens))

@@ -22,7 +22,8 @@ from transformer_xl.run_folder import Run
 from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.connections import BoundedProtocol
 from transformer_xl.serving.requests import RequestRunner
-from transformer_xl.serving.server import guard_settings, guarded_app, make_runner, served_model
+from transformer_xl.serving.served_model import ServedModel
+from transformer_xl.serving.server import guard_settings, guarded_app
 
 __all__ = ["make_run", "running"]
 
@@ -31,7 +32,7 @@ __all__ = ["make_run", "running"]
 def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Client, RequestRunner]]:
     """Run a server of these runs; yield a client with its address, and what runs the requests."""
     config = ServerConfig(**settings)
-    runner = make_runner([served_model(name, run, config) for name, run in runs.items()], config)
+    runner = RequestRunner([ServedModel.create(name, run, config) for name, run in runs.items()], config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = guarded_app(runner, guard_settings(config))
         settings_ = uvicorn.Config(app, http=BoundedProtocol, log_level="critical")

@@ -19,7 +19,6 @@ from transformer_xl import Corpus, EvaluationConfig, UserError, evaluate, genera
 from transformer_xl import train as train_run
 from transformer_xl.evaluation import memory_lengths
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import memory_plan
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
@@ -90,7 +89,7 @@ def test_settings_that_are_given_or_of_the_run_precede_the_chosen_length(path: P
     ):
         result = evaluate(model, run.open_corpus().split("valid"), max_tokens=9, **given)
         assert (result.memory_length, result.memory_length_reason) == expected
-    assert memory_plan(run, GenerationConfig(memory_length=7)).context_limits.memory_length == 7
+    assert memory_plan(run, 7).context_limits.memory_length == 7
 
 
 def test_commands_say_which_length_is_used_and_why(path: Path) -> None:

@@ -96,7 +96,7 @@ def generate(
     if out is not None:
         _write_midi(run, loaded, prompt_file, config, out, json=json)
         return
-    say_memory_length(loaded, memory_plan(loaded, config))
+    say_memory_length(loaded, memory_plan(loaded, config.memory_length))
     say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
         _chat(loaded, config)

@@ -72,15 +72,10 @@ class Completion(Displayed):
         prompt = self.prompt
         if isinstance(prompt, str):
             prompt = prompt.encode("utf-8", "surrogateescape")  # bytes of the command line that are not UTF-8
-        values: dict[str, Any] = {
-            "prompt": None if prompt is None else prompt.decode("utf-8", "replace"),
-            "text": self.text,
-            "num_tokens": len(self.token_ids),
-            "finish_reason": self.finish_reason,
-        }
-        values |= {} if self.seed is None else {"seed": self.seed}
-        values |= {} if self.logprob is None else {"logprob": self.logprob}
-        return {**values, "token_ids": self.token_ids, "logprobs": self.logprobs} if tokens else values
+        shown = None if prompt is None else prompt.decode("utf-8", "replace")
+        details = {name: value for name, value in self.details().items() if value is not None}
+        of_tokens = {"token_ids": self.token_ids, "logprobs": self.logprobs} if tokens else {}
+        return {"prompt": shown, "text": self.text, **details, **of_tokens}
 
 
 class CompletionBuilder:

@@ -263,9 +263,13 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str | bytes | None:
     return prompt if prompt is None or isinstance(prompt, str | bytes) else tokenizer.decode(prompt)
 
 
-def memory_plan(run: Run, config: GenerationConfig) -> EvaluationPlan:
-    """Return the run's evaluation settings, whose memory generation uses; `config` may set the memory length."""
-    length: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
+def memory_plan(run: Run, memory_length: int | None = None) -> EvaluationPlan:
+    """Return the run's evaluation settings, whose memory generation uses, with another memory length if one is given.
+
+    Raises:
+        UserError: the model does not support the memory length.
+    """
+    length: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
     settings = EvaluationConfig(method="memory", **length)
     return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
 
@@ -296,7 +300,11 @@ def prepare_generation(
         UserError: the memory of all sequences certainly does not fit on the device.
     """
     check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
-    model, plan, fits_segment = run.inference(config.dtype), memory_plan(run, config), run.config.train.num_inputs
+    model, plan, fits_segment = (
+        run.inference(config.dtype),
+        memory_plan(run, config.memory_length),
+        run.config.train.num_inputs,
+    )
     num_slots = plan.context_limits.memory_length or fits_segment - 1
     _require_memory(model, config, num_prompts, num_slots if memory is None else memory.length)
     if memory is None:

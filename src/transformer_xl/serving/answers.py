@@ -11,10 +11,10 @@ from fastapi.responses import JSONResponse
 from typing_extensions import override
 
 from transformer_xl.serving.jobs import ScoredToken
+from transformer_xl.serving.protocol import ApiError
 from transformer_xl.text.tokenizers import Tokenizer
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def as_json(value: Any, *, depth: int = 0) -> str:
@@ -41,9 +41,14 @@ class LargeAnswer(JSONResponse):
         return as_json(content, depth=5).encode()  # down to the entries of the log-probabilities of a choice
 
 
+def error_answer(error: ApiError) -> JSONResponse:
+    """Return the answer of an error."""
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
 def finish_reason(reason: str | None) -> str | None:
     """Return OpenAI's name of the reason why a text ended."""
-    return None if reason is None else _FINISH_REASONS[reason]
+    return "stop" if reason == "eos" else reason
 
 
 class TokenNames:
@@ -119,9 +124,3 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[ScoredToken]) -> dict[str,
         for token in tokens
     ]
     return {"content": content, "refusal": None}
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

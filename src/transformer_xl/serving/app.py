@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Header, Request, Response
@@ -26,11 +26,11 @@ from transformer_xl.serving.answers import (
     as_json,
     chat_logprobs,
     completion_logprobs,
+    error_answer,
     finish_reason,
     text_offsets,
-    usage,
 )
-from transformer_xl.serving.jobs import Delta, Event, Finished, ScoredToken
+from transformer_xl.serving.jobs import Delta, Event, Finished, joined
 from transformer_xl.serving.metrics import resident_bytes
 from transformer_xl.serving.page_files import add_page
 from transformer_xl.serving.protocol import (
@@ -79,10 +79,12 @@ def build_app(runner: RequestRunner) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         responses=_ERRORS,
+        exception_handlers=dict.fromkeys(
+            (ApiError, UserError, RequestValidationError, ClientDisconnect, HTTPException, Exception), _answer_error
+        ),
     )
     names = {name: TokenNames(served.run.tokenizer) for name, served in runner.engine.models.items()}
     created = int(time.time())
-    _add_errors(app)
 
     @app.post("/v1/completions")
     async def completions(
@@ -90,8 +92,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
     ) -> Response:
         """Continue one or several texts."""
         text = await runner.completion(body, request.state.owner, x_session)
-        answer = _CompletionAnswer(text, body, names[text.served.name])
-        return await _respond(runner, text, request, answer, body)
+        return await _respond(runner, request, _CompletionAnswer(text, body, names[text.served.name]))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(
@@ -99,8 +100,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
     ) -> Response:
         """Reply to messages, where the server has a chat template."""
         text = await runner.chat(body, request.state.owner, x_session)
-        answer = _ChatAnswer(text, body, names[text.served.name])
-        return await _respond(runner, text, request, answer, body)
+        return await _respond(runner, request, _ChatAnswer(text, body, names[text.served.name]))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -217,35 +217,20 @@ def _model_entry(runner: RequestRunner, name: str, created: int) -> dict[str, An
     }
 
 
-def _add_errors(app: FastAPI) -> None:
-    """Let every error be answered in OpenAI's form, without a traceback."""
-
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, headers=error.headers)
-
-    @app.exception_handler(UserError)
-    async def user_error(_: Request, error: UserError) -> JSONResponse:
-        return JSONResponse(ApiError(400, str(error)).body(), 400)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = _explained(error.errors())
-        return JSONResponse(wrong.body(), wrong.status)
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED)  # which nobody reads
-
-    @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    """Answer an error in OpenAI's form, without a traceback."""
+    if isinstance(error, UserError):
+        error = ApiError(400, str(error))
+    elif isinstance(error, RequestValidationError):
+        error = _explained(error.errors())
+    elif isinstance(error, ClientDisconnect):
+        error = ApiError(CLIENT_CLOSED, "the client has closed the connection")
+    elif isinstance(error, HTTPException):
         message = {404: "no such path", 405: "this path has no such method"}.get(error.status_code, error.detail)
-        body = ApiError(error.status_code, message).body()
-        return JSONResponse(body, error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def failure(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(ApiError(500, "the server failed on this request; its log says why").body(), 500)
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the server failed on this request; its log says why")
+    return error_answer(error)
 
 
 _EXPECTED = {
@@ -340,214 +325,176 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
         return Response(content, media_type="application/octet-stream", headers=headers)
 
 
+@dataclass(eq=False)
 class _CompletionAnswer:
-    """Builds the answer to /v1/completions, whole or in chunks."""
+    """Builds the choices of the answer to /v1/completions, whole or in chunks."""
 
-    def __init__(self, text: TextRequest, body: CompletionBody, names: TokenNames) -> None:
-        self._text, self._body, self._names = text, body, names
-        self.id, self.created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        self._echoes: dict[int, dict[str, Any]] = {}  # what the choices of each job begin with, with `echo`
+    text: TextRequest
+    body: CompletionBody
+    names: TokenNames
+    _echoes: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each job, with `echo`
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self._text.served.name}
+        return _base(self.text, "cmpl", "text_completion")
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices with which the samples of a job begin: with `echo`, the prompt."""
-        if not self._body.echo:
+        if not self.body.echo:
             return []
-        return [self._echo(job, sample) for sample in range(self._text.num_returned)]
+        echo, num_samples = self._echo(job), self.text.num_returned
+        return [{**echo, "index": echo["index"] + sample} for sample in range(num_samples)]
 
-    def choice(self, job: int, delta: Delta) -> dict[str, Any] | None:
-        """Return the choice of a delta, or None if it has nothing to say."""
-        if not (delta.text or delta.tokens or delta.finish_reason):
-            return None
-        begin = len(self._echoes[job]["text"]) if job in self._echoes else 0
-        offsets = [begin + offset for offset in delta.offsets]
-        return self._choice(job, delta.sample, delta.text, delta.tokens, offsets, delta.finish_reason)
+    def choice(self, job: int, delta: Delta) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        begin = len(self._echo(job)["text"]) if self.body.echo else 0
+        return self._choice(job, replace(delta, offsets=tuple(begin + offset for offset in delta.offsets)))
 
-    def whole(self, job: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the choice of a sample whose deltas are all there."""
-        parts = [self._echo(job, deltas[0].sample)] if self._body.echo else []
-        parts += [choice for delta in deltas if (choice := self.choice(job, delta)) is not None]
-        whole = {**parts[-1], "text": "".join(part["text"] for part in parts)}
-        if self._body.logprobs is not None:
-            lists = [part["logprobs"] for part in parts]
-            whole["logprobs"] = {name: [item for one in lists for item in one[name]] for name in lists[0]}
-        return whole
+    def whole(self, job: int, delta: Delta) -> dict[str, Any]:
+        """Return the choice of a whole sample."""
+        choice = self.choice(job, delta)
+        if self.body.echo:
+            echo = self._echo(job)
+            choice["text"] = echo["text"] + choice["text"]
+            if self.body.logprobs is not None:
+                choice["logprobs"] = {name: echo["logprobs"][name] + rest for name, rest in choice["logprobs"].items()}
+        return choice
 
-    def _echo(self, job: int, sample: int) -> dict[str, Any]:
+    def _echo(self, job: int) -> dict[str, Any]:
+        """Return the choice that the first sample of a job begins with."""
         if job not in self._echoes:
-            ids, tokenizer = self._text.jobs[job].prompt_ids, self._text.served.run.tokenizer
-            tokens, offsets = self._text.jobs[job].prompt_tokens, list[int]()
-            if self._body.logprobs is not None:
-                offsets = text_offsets(tokenizer, ids)
-            self._echoes[job] = self._choice(job, sample, tokenizer.decode(ids), tokens, offsets, None)
-        return {**self._echoes[job], "index": self._index(job, sample)}
+            tokenizer, ids = self.text.served.run.tokenizer, self.text.jobs[job].prompt_ids
+            offsets = [] if self.body.logprobs is None else text_offsets(tokenizer, ids)
+            tokens = tuple(self.text.jobs[job].prompt_tokens)
+            self._echoes[job] = self._choice(job, Delta(0, tokenizer.decode(ids), tokens, tuple(offsets), None))
+        return self._echoes[job]
 
-    def _choice(
-        self,
-        job: int,
-        sample: int,
-        text: str,
-        tokens: Sequence[ScoredToken],
-        offsets: Sequence[int],
-        reason: str | None,
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            as_ids = self._body.return_tokens_as_token_ids
-            logprobs = completion_logprobs(self._names, tokens, offsets, as_ids=as_ids)
-        reason = finish_reason(reason)
-        return {"index": self._index(job, sample), "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _index(self, job: int, sample: int) -> int:
-        return job * self._text.num_returned + sample
+    def _choice(self, job: int, delta: Delta) -> dict[str, Any]:
+        index, logprobs = job * self.text.num_returned + delta.sample, None
+        if self.body.logprobs is not None:
+            as_ids = self.body.return_tokens_as_token_ids
+            logprobs = completion_logprobs(self.names, delta.tokens, delta.offsets, as_ids=as_ids)
+        reason = finish_reason(delta.finish_reason)
+        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
 
 
+@dataclass(eq=False)
 class _ChatAnswer:
-    """Builds the answer to /v1/chat/completions, whole or in chunks."""
+    """Builds the choices of the answer to /v1/chat/completions, whole or in chunks."""
 
-    def __init__(self, text: TextRequest, body: ChatBody, names: TokenNames) -> None:
-        self._text, self._body, self._names = text, body, names
-        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+    text: TextRequest
+    body: ChatBody
+    names: TokenNames
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
-        kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self._text.served.name}
+        return _base(self.text, "chatcmpl", "chat.completion.chunk" if chunk else "chat.completion")
 
     def begin(self, job: int) -> list[dict[str, Any]]:
-        """Return the chunks that say whose message follows."""
-        delta = {"role": "assistant", "content": ""}
-        count = self._text.num_returned
-        return [{"index": sample, "delta": delta, "logprobs": None, "finish_reason": None} for sample in range(count)]
+        """Return the choices that say whose message follows."""
+        message = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": sample, **message} for sample in range(self.text.num_returned)]
 
-    def choice(self, job: int, delta: Delta) -> dict[str, Any] | None:
-        """Return the choice of a delta, or None if it has nothing to say."""
-        if not (delta.text or delta.tokens or delta.finish_reason):
-            return None
-        logprobs = chat_logprobs(self._names, delta.tokens) if self._body.logprobs else None
-        content = {"content": delta.text} if delta.text else {}
+    def choice(self, job: int, delta: Delta) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        return self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+
+    def whole(self, job: int, delta: Delta) -> dict[str, Any]:
+        """Return the choice of a whole sample."""
+        return self._choice(delta, {"message": {"role": "assistant", "content": delta.text, "refusal": None}})
+
+    def _choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        logprobs = chat_logprobs(self.names, delta.tokens) if self.body.logprobs else None
         reason = finish_reason(delta.finish_reason)
-        return {"index": delta.sample, "delta": content, "logprobs": logprobs, "finish_reason": reason}
-
-    def whole(self, job: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the choice of a sample whose deltas are all there."""
-        tokens = [token for delta in deltas for token in delta.tokens]
-        content = "".join(delta.text for delta in deltas)
-        return {
-            "index": deltas[0].sample,
-            "message": {"role": "assistant", "content": content, "refusal": None},
-            "logprobs": chat_logprobs(self._names, tokens) if self._body.logprobs else None,
-            "finish_reason": finish_reason(deltas[-1].finish_reason),
-        }
+        return {"index": delta.sample, **message, "logprobs": logprobs, "finish_reason": reason}
 
 
 _Answer = _CompletionAnswer | _ChatAnswer
+_Events = AsyncGenerator[tuple[int, list[Event]], None]
 
 
-async def _respond(
-    runner: RequestRunner, text: TextRequest, request: Request, answer: _Answer, body: CompletionBody | ChatBody
-) -> Response:
+def _base(text: TextRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """Return what every answer and chunk of a kind has; its id begins with `prefix`."""
+    session = {} if text.session is None else {"session": text.session.id}
+    answer_id, created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
+    return {"id": answer_id, "object": kind, "created": created, "model": text.served.name, **session}
+
+
+async def _respond(runner: RequestRunner, request: Request, answer: _Answer) -> Response:
     """Run a request and answer it, whole or as a stream."""
-    headers = {"x-session": text.session.id} if text.session else None
+    text = answer.text
+    headers = {"x-session": text.session.id} if text.session else {}
     events = runner.events(text, request)
-    try:
-        if not body.stream:
-            whole = await _whole(text, events, answer)
-            return await run_in_threadpool(LargeAnswer, whole, headers=headers)
-        # what fails before the first token is still answered with a status
-        first = await anext(events)
-    except ApiError as error:
-        if error.status == CLIENT_CLOSED:
-            return Response(status_code=CLIENT_CLOSED)  # which nobody reads
-        raise
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
-    stream = _stream(text, first, events, answer, include_usage=include_usage)
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
-    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    if not answer.body.stream:
+        whole = await _whole(events, answer)
+        return await run_in_threadpool(LargeAnswer, whole, headers=headers)
+    first = await anext(events)  # what fails before the first token is still answered with a status
+    headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(_stream(first, events, answer), media_type="text/event-stream", headers=headers)
 
 
-async def _whole(text: TextRequest, events: AsyncIterator[tuple[int, list[Event]]], answer: _Answer) -> dict[str, Any]:
+async def _whole(events: _Events, answer: _Answer) -> dict[str, Any]:
     """Return the whole answer once all jobs are finished."""
-    deltas: dict[int, dict[int, list[Delta]]] = {index: {} for index in range(len(text.jobs))}
+    deltas: dict[tuple[int, int], list[Delta]] = {}  # by job and sample
     async for index, news in events:
         for event in news:
             if isinstance(event, Delta):
-                deltas[index].setdefault(event.sample, []).append(event)
+                deltas.setdefault((index, event.sample), []).append(event)
     # log-probabilities of a long text take seconds, for which other requests must not wait
-    choices = await run_in_threadpool(_choices, text, deltas, answer)
-    session = {} if text.session is None else {"session": text.session.id}
-    numbers = usage(text.prompt_tokens, text.completion_tokens)
-    return {**answer.base(chunk=False), "choices": choices, "usage": numbers, **session}
+    choices = await run_in_threadpool(_choices, deltas, answer)
+    return {**answer.base(chunk=False), "choices": choices, "usage": _usage(answer.text)}
 
 
-def _choices(
-    text: TextRequest, deltas: Mapping[int, Mapping[int, list[Delta]]], answer: _Answer
-) -> list[dict[str, Any]]:
+def _choices(deltas: Mapping[tuple[int, int], list[Delta]], answer: _Answer) -> list[dict[str, Any]]:
     choices: list[dict[str, Any]] = []
-    for index, samples in deltas.items():
-        ordered = [samples[sample] for sample in sorted(samples)]
-        if len(ordered) > text.num_returned:  # best_of
-            ranked = sorted(samples, key=text.jobs[index].mean_logprob, reverse=True)[: text.num_returned]
-            ordered = [samples[sample] for sample in ranked]
-            ordered = [[_renumbered(delta, rank) for delta in sample] for rank, sample in enumerate(ordered)]
-        choices += [answer.whole(index, sample) for sample in ordered]
+    for index, job in enumerate(answer.text.jobs):
+        samples = list(range(job.num_samples))
+        if job.num_samples > answer.text.num_returned:  # best_of
+            samples = sorted(samples, key=job.mean_logprob, reverse=True)[: answer.text.num_returned]
+        for rank, sample in enumerate(samples):
+            choices.append(answer.whole(index, replace(joined(deltas[index, sample]), sample=rank)))
     return choices
 
 
-def _renumbered(delta: Delta, sample: int) -> Delta:
-    return replace(delta, sample=sample)
-
-
-async def _stream(
-    text: TextRequest,
-    first: tuple[int, list[Event]],
-    events: AsyncIterator[tuple[int, list[Event]]],
-    answer: _Answer,
-    *,
-    include_usage: bool,
-) -> AsyncIterator[str]:
+async def _stream(first: tuple[int, list[Event]], events: _Events, answer: _Answer) -> AsyncIterator[str]:
     """Yield the answer as server-sent events."""
-    begun: set[int] = set()
-    base = answer.base(chunk=True)
-    if text.session is not None:
-        base["session"] = text.session.id
+    base, options, begun = answer.base(chunk=True), answer.body.stream_options, set[int]()
+    include_usage = options is not None and options.include_usage
     if include_usage:
         base["usage"] = None
 
     def beginning(index: int) -> list[str]:
         return [_sse({**base, "choices": [choice]}, depth=5) for choice in answer.begin(index)]
 
-    async def chunks(index: int, news: Sequence[Event]) -> AsyncIterator[str]:
-        if index not in begun:
-            begun.add(index)
-            for chunk in await run_in_threadpool(beginning, index):
-                yield chunk
-        for event in news:
-            if isinstance(event, Delta) and (choice := answer.choice(index, event)):
-                yield _sse({**base, "choices": [choice]})
-
     made: list[str] = []
     try:
         news: tuple[int, list[Event]] | None = first
         while news is not None:
-            made += [chunk async for chunk in chunks(*news)]
-            if made and text.queue.empty():  # what has arrived meanwhile is sent together
+            index, parts = news
+            if index not in begun:
+                begun.add(index)
+                made += await run_in_threadpool(beginning, index)
+            for event in parts:
+                if isinstance(event, Delta) and (event.text or event.tokens or event.finish_reason):
+                    made.append(_sse({**base, "choices": [answer.choice(index, event)]}))
+            if made and answer.text.queue.empty():  # what has arrived meanwhile is sent together
                 yield "".join(made)
                 made = []
             news = await anext(events, None)
     except ApiError as error:
-        if error.status != CLIENT_CLOSED:
-            yield "".join([*made, _sse(error.body())])
+        yield "".join([*made, _sse(error.body())])
         return
     finally:
-        await events.aclose()  # pyrefly: ignore[missing-attribute]
+        await events.aclose()
     if include_usage:
-        numbers = usage(text.prompt_tokens, text.completion_tokens)
-        made.append(_sse({**base, "choices": [], "usage": numbers}))
+        made.append(_sse({**base, "choices": [], "usage": _usage(answer.text)}))
     yield "".join([*made, "data: [DONE]\n\n"])
+
+
+def _usage(text: TextRequest) -> dict[str, int]:
+    """Return the numbers of tokens of a request."""
+    prompt, completion = text.prompt_tokens, text.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _sse(values: dict[str, Any], *, depth: int = 0) -> str:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
-from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from transformer_xl.serving.answers import error_answer
+from transformer_xl.serving.metrics import Metrics
+from transformer_xl.serving.page_files import PAGE_PREFIX
 from transformer_xl.serving.protocol import ApiError
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _OPEN_PATHS = ("/", "/health")  # need no key: they say nothing about models or sessions
@@ -38,8 +40,6 @@ class GuardSettings:
     """Bound of a JSON body."""
     max_import_bytes: int = 2**23
     """Bound of the file of a session."""
-    open_prefixes: Sequence[str] = ()
-    """Beginnings of paths that need no key, such as those of the page's files."""
 
 
 def owner_of(key: str) -> str:
@@ -50,16 +50,11 @@ def owner_of(key: str) -> str:
 class Guard:
     """Checks each request, and answers those that it refuses."""
 
-    def __init__(
-        self,
-        app: Callable[..., Awaitable[None]],
-        settings: GuardSettings,
-        on_answer: Callable[[str, int], object] = lambda _path, _status: None,
-    ) -> None:
-        """Guard an application; `on_answer` is called with the path and the status of each answer."""
-        self._app, self._settings, self._on_answer = app, settings, on_answer
+    def __init__(self, app: ASGIApp, settings: GuardSettings, metrics: Metrics) -> None:
+        """Guard an application; `metrics` counts the answers."""
+        self._app, self._settings, self._metrics = app, settings, metrics
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
@@ -69,7 +64,7 @@ class Guard:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # the path as it is declared, since ids in paths would be counted apart
-                self._on_answer(getattr(scope.get("route"), "path", "other"), message["status"])
+                self._metrics.responses[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
         try:
@@ -78,21 +73,19 @@ class Guard:
             scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
             receive = await self._checked_body(scope, headers, receive)
         except ApiError as error:
-            await _answer(error, counted)
+            await error_answer(error)(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
     @staticmethod
-    def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
-        headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            key = name.decode("latin-1").lower()
-            if key in headers and key in ("host", "origin", "authorization", "content-type", "content-length"):
+    def _headers(scope: Scope) -> Headers:
+        headers = Headers(scope=scope)
+        for key in ("host", "origin", "authorization", "content-type", "content-length"):
+            if len(headers.getlist(key)) > 1:
                 raise ApiError(400, f"the header {key} was sent twice")
-            headers[key] = value.decode("latin-1")
         return headers
 
-    def _check_host(self, headers: dict[str, str]) -> None:
+    def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
         if name not in self._settings.hosts:
@@ -101,7 +94,7 @@ class Guard:
         if origin is not None and origin.lower().partition("://")[2] != host:
             raise ApiError(403, "requests of pages from other origins are refused", code="origin")
 
-    def _owner(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+    def _owner(self, scope: Scope, headers: Headers) -> str:
         """Return whose request it is.
 
         Raises:
@@ -110,7 +103,7 @@ class Guard:
         keys, path = self._settings.keys, scope["path"]
         if not keys:
             return owner_of("")
-        is_open = path in _OPEN_PATHS or any(path.startswith(prefix) for prefix in self._settings.open_prefixes)
+        is_open = path in _OPEN_PATHS or path.startswith(PAGE_PREFIX)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         found = None
         for key in keys:  # all are compared, each in constant time
@@ -123,9 +116,7 @@ class Guard:
         message = "an API key is needed: Authorization: Bearer KEY" if not given else "this API key is not known"
         raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _checked_body(
-        self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive
-    ) -> Receive:
+    async def _checked_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Read the body, within its bounds; return what the application receives in place of it.
 
         The file of a session is left to the application, which reads no more of it than it must.
@@ -143,21 +134,20 @@ class Guard:
         if is_import:
             _check_type(headers, "application/octet-stream")
             return receive
-        chunks = list[bytes]()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return _replayed(b"", receive)
-            chunks.append(message.get("body", b""))
-            if not message.get("more_body"):
-                break
-        body = b"".join(chunks)
+        body = b""
+        with suppress(ClientDisconnect):  # the application then answers what nobody reads
+            body = await Request(scope, receive).body()
         if body or scope["method"] != "DELETE":
             _check_type(headers, "application/json")
-        return _replayed(body, receive)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return replayed
 
 
-def _check_type(headers: dict[str, str], wanted: str) -> None:
+def _check_type(headers: Headers, wanted: str) -> None:
     # a form of another page can send a body of other types, but not of these
     if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
         raise ApiError(415, f"the header content-type must be {wanted}", headers={"connection": "close"})
@@ -191,25 +181,3 @@ def _bounded(receive: Receive, limit: int) -> Receive:
         return message
 
     return bounded
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a function that first gives a body that was read, and then what comes."""
-    is_given = False
-
-    async def replay() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay
-
-
-async def _answer(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,13 @@ class Delta:
     offsets: tuple[int, ...]
     """The index of the character of the sample's text where each of these tokens begins."""
     finish_reason: FinishReason | None
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Return the deltas of a sample as one."""
+    text, tokens = "".join(delta.text for delta in deltas), [token for delta in deltas for token in delta.tokens]
+    offsets = [offset for delta in deltas for offset in delta.offsets]
+    return replace(deltas[-1], text=text, tokens=tuple(tokens), offsets=tuple(offsets))
 
 
 @dataclass(frozen=True)

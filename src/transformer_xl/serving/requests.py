@@ -6,14 +6,16 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.requests import Request
 
 from transformer_xl.analysis.attention_maps import require_attention_terms
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.engine import Engine, QueueFullError
 from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
 from transformer_xl.serving.metrics import Metrics
@@ -23,24 +25,11 @@ from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import Session, SessionStore
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
+_MAX_PROMPTS = 256  # of a request
+# tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs
+_MAX_WORK = 2**22
 _LATE = "the request was not done in time"
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one request."""
-
-    max_tokens: int = 65_536
-    """Tokens to generate for a sample."""
-    max_prompt_tokens: int = 2**20
-    """Tokens of all prompts of a request."""
-    max_prompts: int = 256
-    """Prompts of a request."""
-    max_work: int = 2**22
-    """Tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs."""
-    seconds: float = 600.0
-    """Time until the request must be done, waiting included."""
 
 
 @dataclass(eq=False)
@@ -59,10 +48,10 @@ class TextRequest:
     """Events of the jobs, each with the index of its job; an error ends the request."""
     started: float = field(default_factory=time.monotonic)
 
-    def rest_of_end(self) -> str:
-        """Return what the reply lacks of the end of a message."""
-        (job,) = self.jobs
-        return rest_of_end(self.served.run.tokenizer.decode(job.kept_ids), self.message_end)
+    def listener(self, job: int) -> Callable[[list[Event]], object]:
+        """Return what the engine's thread tells the events of a job, by its index, to be called in the event loop."""
+        loop = asyncio.get_running_loop()
+        return lambda events: loop.call_soon_threadsafe(self.queue.put_nowait, (job, events))
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,11 +67,17 @@ class TextRequest:
 class RequestRunner:
     """Makes jobs of request bodies, and runs them."""
 
-    def __init__(
-        self, engine: Engine, sessions: SessionStore, metrics: Metrics, limits: Limits, chat_template: str | None = None
-    ) -> None:
-        self.engine, self.sessions, self.metrics, self.limits = engine, sessions, metrics, limits
-        self._chat_template = chat_template
+    def __init__(self, models: Sequence[ServedModel], config: ServerConfig) -> None:
+        """Prepare to serve these models; the engine is not started.
+
+        Raises:
+            UserError: the memory of a whole batch certainly does not fit on the device, or the folder of sessions
+                cannot be made.
+        """
+        self.config, self.metrics = config, Metrics()
+        self.engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
+        folder = None if config.sessions is None else Path(config.sessions)
+        self.sessions = SessionStore(self.engine.models, config.session_bytes, folder)
 
     def model(self, name: str | None) -> ServedModel:
         """Return a model by name, or the first one for None.
@@ -105,7 +100,7 @@ class RequestRunner:
         Raises:
             ApiError: it is too large.
         """
-        longest = self.limits.max_prompt_tokens
+        longest = self.config.max_prompt_tokens
         if num_tokens > longest:
             message = f"the prompt has {num_tokens:,} tokens, more than {longest:,}; shorten it, or send it in parts to"
             raise ApiError(400, f"{message} a session", param="prompt")
@@ -116,6 +111,7 @@ class RequestRunner:
 
         Raises:
             ApiError: something in the body is wrong.
+            UserError: the prompt cannot be encoded, or the memory length is too large.
         """
         num_samples = max(body.best_of or 1, body.n or 1)
         if body.best_of is not None and body.best_of < (body.n or 1):
@@ -147,8 +143,9 @@ class RequestRunner:
 
         Raises:
             ApiError: there is no chat template, or something in the body is wrong.
+            UserError: as for `completion`.
         """
-        template = self._chat_template
+        template = self.config.chat_template
         if template is None:
             message = "this server has no chat template; start it with --chat-template plain, or use /v1/completions"
             raise ApiError(400, message, code="no_chat_template")
@@ -165,9 +162,6 @@ class RequestRunner:
             max_tokens=body.max_completion_tokens or body.max_tokens or 256,
             num_samples=body.n or 1,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            score_prompt=False,
-            echo=False,
-            add_bos=True,
             stop=stops or ((end,) if end else ()),
             message_end=end,
         )
@@ -182,40 +176,37 @@ class RequestRunner:
         max_tokens: int,
         num_samples: int,
         num_logprobs: int | None,
-        score_prompt: bool,
-        echo: bool,
-        add_bos: bool,
         stop: tuple[str, ...],
+        score_prompt: bool = False,
+        echo: bool = False,
+        add_bos: bool = True,
         message_end: str = "",
     ) -> TextRequest:
-        served, limits, unsaid = self.model(body.model), self.limits, ""
-        if len(prompts) > limits.max_prompts:
-            raise ApiError(400, f"{len(prompts)} prompts are more than {limits.max_prompts}", param="prompt")
+        served, longest, unsaid = self.model(body.model), self.config.max_tokens, ""
+        if len(prompts) > _MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} prompts are more than {_MAX_PROMPTS}", param="prompt")
         if num_samples > self.engine.max_rows:
             raise ApiError(400, f"n or best_of {num_samples} is above {self.engine.max_rows}", param="n")
-        if max_tokens > limits.max_tokens:
-            raise ApiError(400, f"max_tokens {max_tokens:,} is above {limits.max_tokens:,}", param="max_tokens")
+        if max_tokens > longest:
+            raise ApiError(400, f"max_tokens {max_tokens:,} is above {longest:,}", param="max_tokens")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if session_id is not None and (len(prompts) > 1 or num_samples > 1):
             raise ApiError(
                 400, "a session takes one prompt and n 1: which sample would it go on with?", param="session"
             )
-        try:
-            memory_length = served.check_memory_length(body.memory_length)
-            if score_prompt and not memory_length:
-                served.plan.refuse_extended_context("scoring a prompt")
-            if message_end and session_id not in (None, "new"):
-                unsaid = self.sessions.get(session_id, owner).message_end
-                prompts = [f"{unsaid}{prompt}" for prompt in prompts]
-            encoded = await asyncio.to_thread(_encoded, served, prompts)
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
+        memory_length = served.check_memory_length(body.memory_length)
+        if score_prompt and not memory_length:
+            served.plan.refuse_extended_context("scoring a prompt")
+        if message_end and session_id not in (None, "new"):
+            unsaid = self.sessions.get(session_id, owner).message_end
+            prompts = [f"{unsaid}{prompt}" for prompt in prompts]
+        encoded = await asyncio.to_thread(_encoded, served, prompts)
         prompt_tokens = self.check_prompt(sum(map(len, encoded)))
         work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if echo else 0)
-        if work * (1 + (num_logprobs or 0)) > limits.max_work:
+        if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
-            raise ApiError(400, f"{message} is too much, more than {limits.max_work:,}; split the request")
+            raise ApiError(400, f"{message} is too much, more than {_MAX_WORK:,}; split the request")
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         config = _config(body, max_tokens, seed, stop)
         session = self._session(session_id, owner, served, body.memory_length)
@@ -224,7 +215,6 @@ class RequestRunner:
                 memory_length = session.memory_length
                 if message_end and session.message_end != unsaid:
                     raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
-            loop = asyncio.get_running_loop()
             request = TextRequest(served, [], owner, body.n or 1, session, message_end)
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not add_bos:
@@ -234,7 +224,7 @@ class RequestRunner:
                     ids,
                     config.model_copy(update={"seed": (seed + index * num_samples) % 2**63}),
                     max_tokens,
-                    _listener(loop, request.queue, index),
+                    request.listener(index),
                     num_samples=num_samples,
                     add_bos=add_bos,
                     num_logprobs=num_logprobs,
@@ -258,15 +248,13 @@ class RequestRunner:
         """Return the request of the attention of one token.
 
         Raises:
-            ApiError: the model has no attention to show, or something in the body is wrong.
+            ApiError: something in the body is wrong.
+            UserError: the model has no attention to show, or a token or memory length is wrong.
         """
         served = self.model(body.model)
-        try:
-            config = require_attention_terms(served.run.model).config
-            memory_length = served.check_memory_length(body.memory_length)
-            (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
+        config = require_attention_terms(served.run.model).config
+        memory_length = served.check_memory_length(body.memory_length)
+        (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
         if not self.check_prompt(len(ids)):
             raise ApiError(400, "the prompt is empty; give some text", param="prompt")
         position = len(ids) - 1 if body.position is None else body.position
@@ -276,14 +264,14 @@ class RequestRunner:
         if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
             raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
-        loop, request = asyncio.get_running_loop(), TextRequest(served, [], owner, 1)
+        request = TextRequest(served, [], owner, 1)
         request.jobs.append(
             TextJob(
                 served,
                 ids[: position + 1],
                 GenerationConfig(),
                 0,
-                _listener(loop, request.queue, 0),
+                request.listener(0),
                 add_bos=body.add_special_tokens,
                 memory_length=memory_length,
                 shows_attention=True,
@@ -327,9 +315,12 @@ class RequestRunner:
             self.sessions.release(session.id)
 
     def _commit(self, request: TextRequest, session: Session, state: MemoryState) -> None:
-        self.sessions.commit(session, state, request.rest_of_end())
+        """Give a session its next state, and what the reply lacks of the end of a message."""
+        (job,) = request.jobs
+        text = request.served.run.tokenizer.decode(job.kept_ids)
+        self.sessions.commit(session, state, rest_of_end(text, request.message_end))
 
-    async def events(self, request: TextRequest, connection: Request) -> AsyncIterator[tuple[int, list[Event]]]:
+    async def events(self, request: TextRequest, connection: Request) -> AsyncGenerator[tuple[int, list[Event]], None]:
         """Yield the events of a request's jobs until all are finished; the session is committed before the last ones.
 
         However it ends, by the client going away too, its jobs end and its session is released.
@@ -359,7 +350,7 @@ class RequestRunner:
             request.queue.put_nowait(ApiError(CLIENT_CLOSED, "the client has closed the connection"))
 
         watcher = asyncio.create_task(watch())
-        late, seconds = ApiError(504, _LATE, code="timeout"), request.started + self.limits.seconds - time.monotonic()
+        late, seconds = ApiError(504, _LATE, code="timeout"), request.started + self.config.timeout - time.monotonic()
         # on time also while the client does not read, for which a generator waits
         timer = asyncio.get_running_loop().call_later(seconds, end, late)
         try:
@@ -419,16 +410,14 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 
 def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    tokenizer = served.run.tokenizer
-    encode = tokenizer.encode
-    return [(encode(prompt) if isinstance(prompt, str) else tokenizer.check_ids(prompt)).tolist() for prompt in prompts]
+    encode, check = served.run.tokenizer.encode, served.run.tokenizer.check_ids
+    return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
 
 
 def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -> GenerationConfig:
-    temperature = 1.0 if body.temperature is None else float(body.temperature)
     values = {
         "max_new_tokens": max(1, max_tokens),
-        "temperature": temperature,
+        "temperature": 1.0 if body.temperature is None else float(body.temperature),
         "top_p": None if body.top_p in (None, 1) else body.top_p,
         "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
         "min_p": body.min_p or None,
@@ -436,9 +425,3 @@ def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -
         "stop": stop,
     }
     return check_settings(GenerationConfig, values)
-
-
-def _listener(
-    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, list[Event]] | ApiError], index: int
-) -> Callable[[list[Event]], object]:
-    return lambda events: loop.call_soon_threadsafe(queue.put_nowait, (index, events))

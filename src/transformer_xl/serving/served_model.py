@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_xl.config import EvaluationConfig, UserError
-from transformer_xl.device import Precision
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.generation.generate import memory_plan
 from transformer_xl.inference import InferenceModel
 from transformer_xl.model.baselines.recurrent import RecurrentCache
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
@@ -19,6 +18,7 @@ from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, weights_digest
+from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.rows import MemoryState
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
@@ -43,40 +43,25 @@ class ServedModel:
     _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
 
     @staticmethod
-    def create(
-        name: str,
-        run: Run,
-        *,
-        dtype: Precision = "float32",
-        memory_length: int | None = None,
-        max_memory_length: int | None = None,
-    ) -> ServedModel:
+    def create(name: str, run: Run, config: ServerConfig | None = None) -> ServedModel:
         """Prepare a run.
 
         Args:
             name: the name by which requests choose it.
             run: the loaded run.
-            dtype: data type of matrix products.
-            memory_length: memory length of requests that name none, or None for that of the run's evaluation.
-            max_memory_length: the longest memory that a request may ask for, or None for `memory_length`.
+            config: dtype, and the memory lengths where the model has a memory; None for the defaults.
 
         Raises:
             UserError: the model does not support the memory length.
         """
-        given: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
-        settings = EvaluationConfig(method="memory", **given)
-        plan = EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
-        longest = max(plan.context_limits.memory_length, max_memory_length or 0)
+        config, has_memory = config or ServerConfig(), run.config.model.has_memory
+        plan = memory_plan(run, config.memory_length if has_memory else None)
+        longest = max(plan.context_limits.memory_length, (config.max_memory_length or 0) if has_memory else 0)
         run.config.model.check_context_limits(memory_length=longest)
-        inference = run.inference(dtype)
+        inference = run.inference(config.dtype)
         served = ServedModel(name, run, inference, plan, longest, weights_digest(run, inference.dtype))
         served._prepare()
         return served
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether the model can have memory slots."""
-        return not self.plan.memoryless
 
     @property
     def attention_shape(self) -> tuple[int, int] | None:
@@ -200,7 +185,7 @@ class ServedModel:
         They share its position keys, which are those of all distances that any of them needs. Projected when first
         needed, their last bits would depend on which request came first.
         """
-        num_slots = self.max_slots + max(self.plan.segment_length, STRIDE) if self.has_memory else 0
+        num_slots = self.max_slots + max(self.plan.segment_length, STRIDE) if self.run.config.model.has_memory else 0
         memory = self.inference.generation_memory(
             1, self._limits(num_slots), segment_length=self.run.config.train.num_inputs
         )

@@ -25,17 +25,14 @@ from typing_extensions import override
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
 from transformer_xl.progress import note, say
-from transformer_xl.run_folder import Run, load
+from transformer_xl.run_folder import load
 from transformer_xl.serving.app import build_app
 from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.connections import IDLE_SECONDS, BoundedProtocol
 from transformer_xl.serving.engine import Engine
 from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
-from transformer_xl.serving.metrics import Metrics
-from transformer_xl.serving.page_files import PAGE_PREFIX
-from transformer_xl.serving.requests import Limits, RequestRunner
+from transformer_xl.serving.requests import RequestRunner
 from transformer_xl.serving.served_model import ServedModel
-from transformer_xl.serving.sessions import SessionStore
 
 KEY_VARIABLE = "TXL_API_KEY"
 _MIN_KEY_CHARACTERS = 16
@@ -74,8 +71,8 @@ def serve(
         models: list[ServedModel] = []
         for name, run in zip(names, runs, strict=True):
             loaded = load(run, device=device, checkpoint=checkpoint)
-            models.append(served_model(name, loaded, config))
-        return make_runner(models, config)
+            models.append(ServedModel.create(name, loaded, config))
+        return RequestRunner(models, config)
 
     with listener:
         # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than
@@ -85,35 +82,10 @@ def serve(
         return run_server(runner, guard, config, listener)
 
 
-def served_model(name: str, run: Run, config: ServerConfig) -> ServedModel:
-    """Return a loaded run as a model to serve."""
-    has_memory = run.config.model.has_memory
-    return ServedModel.create(
-        name,
-        run,
-        dtype=config.dtype,
-        memory_length=config.memory_length if has_memory else None,
-        max_memory_length=config.max_memory_length if has_memory else None,
-    )
-
-
-def make_runner(models: Sequence[ServedModel], config: ServerConfig) -> RequestRunner:
-    """Return what runs the requests for these models; its engine is not started."""
-    engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
-    folder = None if config.sessions is None else Path(config.sessions)
-    sessions = SessionStore(engine.models, config.session_bytes, folder)
-    limits = Limits(config.max_tokens, config.max_prompt_tokens, seconds=config.timeout)
-    return RequestRunner(engine, sessions, Metrics(), limits, config.chat_template)
-
-
 def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
     """Return the application with the checks before it."""
-
-    def count(path: str, status: int) -> None:
-        runner.metrics.responses[path, status] += 1
-
     guard = replace(guard, max_import_bytes=runner.sessions.max_file_bytes)
-    return Guard(build_app(runner), guard, count)
+    return Guard(build_app(runner), guard, runner.metrics)
 
 
 def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
@@ -189,7 +161,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     hosts = {*LOOPBACK_HOSTS, *(name.lower() for name in config.allowed_host)}
     if config.host not in ("0.0.0.0", "::"):
         hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
-    return GuardSettings(hosts, keys, config.max_body_bytes, open_prefixes=(PAGE_PREFIX,))
+    return GuardSettings(hosts, keys, config.max_body_bytes)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -125,22 +125,12 @@ def write_session(path: Path, session: Session, served: ServedModel) -> None:
     Raises:
         UserError: the file system refuses.
     """
-    state = session.state
-    values = _SessionValues(
-        id=session.id,
-        owner=session.owner,
-        model=session.model,
-        memory_length=session.memory_length,
-        created=session.created,
-        parent=session.parent,
-        message_end=session.message_end,
-        weights_sha256=served.weights_sha256,
-        limits=served.limits_text,
-        state=None
-        if state is None
-        else _StateValues(**{name: getattr(state, name) for name in _StateValues.model_fields}),
-    )
-    tensors = {} if state is None else state.tensors
+    tensors, counts = dict[str, torch.Tensor](), None
+    if session.state is not None:
+        counts = vars(session.state).copy()
+        tensors = counts.pop("tensors")
+    model = {"weights_sha256": served.weights_sha256, "limits": served.limits_text}
+    values = _SessionValues.model_validate({**vars(session), **model, "state": counts})
     metadata = {"session": values.model_dump_json()}
     save_tensors(path, {**tensors, "txl_session": torch.zeros(1)}, metadata, private=True)
 
@@ -233,10 +223,8 @@ def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session
         except UserError as error:
             problem = error
             continue
-        session = Session(
-            values.id, values.owner, served.name, length, state, values.created, values.parent, values.message_end
-        )
-        return session, served
+        fields = values.model_dump(exclude={"weights_sha256", "limits"})
+        return Session(**fields | {"model": served.name, "memory_length": length, "state": state}), served
     raise problem
 
 

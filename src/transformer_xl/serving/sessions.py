@@ -191,12 +191,10 @@ class SessionStore:
         """Make a session from a file that was received.
 
         Raises:
-            ApiError: it is no session of these models and weights, or is damaged, or does not fit into the bound.
+            UserError: it is no session of these models and weights, or is damaged.
+            ApiError: it does not fit into the bound, or cannot be saved.
         """
-        try:
-            session = read_session(received.finish(), self._models)
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
+        session = read_session(received.finish(), self._models)
         session = replace(session, id=_new_id(), owner=owner, created=time.time(), parent=None)
         self._put(session)
         return session
@@ -252,27 +250,19 @@ class SessionStore:
         with as_user_error(f"--sessions {folder}"):
             folder.mkdir(0o700, parents=True, exist_ok=True)
             remove_leftovers(folder)
-            files = list(folder.glob("*.safetensors"))
-        found: list[tuple[float, Path, SessionHeader]] = []
+            files = sorted(folder.glob("*.safetensors"), key=lambda file: file.lstat().st_mtime, reverse=True)
+        left, num_left_out = self.max_bytes, 0
         for file in files:
             try:
-                found.append((file.stat().st_mtime, file, self._file_header(file)))
-            except (UserError, OSError) as error:
-                _leave_out(file, error)
-        found.sort(key=lambda entry: entry[0], reverse=True)
-        left = self.max_bytes
-        num_left_out = 0
-        for _, file, header in found:
-            left -= header.num_bytes
-            if left < 0:
-                num_left_out += 1  # the file stays: the bound may be raised again
-                continue
-            try:
+                header = self._file_header(file)
+                if num_left_out or header.num_bytes > left:
+                    num_left_out += 1  # the file stays: the bound may be raised again
+                    continue
                 session = read_session(file, self._models)
             except (UserError, OSError) as error:
-                _leave_out(file, error)
-                left += header.num_bytes
+                note(f"{file} is left out: {error}")
                 continue
+            left -= header.num_bytes
             self._sessions[session.id] = session
             self._sessions.move_to_end(session.id, last=False)
         if num_left_out:
@@ -348,7 +338,3 @@ class ReceivedFile:
 
 def _new_id(kind: str = "session") -> str:
     return f"{kind}-{secrets.token_urlsafe(24)}"
-
-
-def _leave_out(file: Path, error: Exception) -> None:
-    note(f"{file} is left out: {error}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from transformer_xl.inference import TokenModel
 from transformer_xl.integrations.huggingface.cache import MemoryCache
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
-from transformer_xl.integrations.huggingface.padding import Padding, read_columns, read_mask
+from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
 from transformer_xl.integrations.huggingface.preparation import Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.interop import huggingface as transfo_xl
@@ -440,8 +440,10 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
 
 
-class NoBaseModel(TransformerXLForCausalLM):
-    """What AutoModel finds, so that it says where hidden states are."""
+class _NoModel(TransformerXLForCausalLM):
+    """What an Auto class finds that our models cannot be of, so that it says why."""
+
+    reason: ClassVar[str]
 
     @classmethod
     @override
@@ -451,24 +453,22 @@ class NoBaseModel(TransformerXLForCausalLM):
         Raises:
             UserError: always.
         """
-        raise UserError(
-            "there is no model without its softmax (AutoModel); take AutoModelForCausalLM, whose "
-            "forward(..., output_hidden_states=True).hidden_states[-1] is the softmax's input"
-        )
+        raise UserError(cls.reason)
 
 
-class NoMaskedLM(TransformerXLForCausalLM):
-    """What AutoModelForMaskedLM finds, so that fill-mask says why it cannot be."""
+class NoBaseModel(_NoModel):
+    """What AutoModel finds."""
 
-    @classmethod
-    @override
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse to load.
+    reason = (
+        "there is no model without its softmax (AutoModel); take AutoModelForCausalLM, whose "
+        "forward(..., output_hidden_states=True).hidden_states[-1] is the softmax's input"
+    )
 
-        Raises:
-            UserError: always.
-        """
-        raise UserError("this model predicts the next token, not masked ones; use pipeline('text-generation')")
+
+class NoMaskedLM(_NoModel):
+    """What AutoModelForMaskedLM finds, as by the pipeline fill-mask."""
+
+    reason = "this model predicts the next token, not masked ones; use pipeline('text-generation')"
 
 
 def from_run(
@@ -519,9 +519,7 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Paddin
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
     if padding is None or padding.side == "right":
         return shift_labels
-    width = shift_labels.shape[1]
-    is_padding_BT = torch.arange(width) < width - torch.tensor(padding.lengths)[:, None]
-    return shift_labels.masked_fill(is_padding_BT.to(shift_labels.device), _IGNORED)
+    return masked_padding(shift_labels, padding.lengths, _IGNORED)
 
 
 def _check_shapes(

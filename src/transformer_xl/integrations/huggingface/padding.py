@@ -69,9 +69,9 @@ def read_columns(reader: Reader, inputs_BTX: Tensor, lengths: list[int] | None, 
     """
     num_columns = inputs_BTX.shape[1]
     if lengths is None or num_columns <= num_at_once:
-        steps = [
-            _without_padding(reader.step(part_BPX, lengths), lengths) for part_BPX in inputs_BTX.split(num_at_once, 1)
-        ]
+        steps = [reader.step(part_BPX, lengths) for part_BPX in inputs_BTX.split(num_at_once, 1)]
+        # for padding the model's results are arbitrary, different each time
+        steps = steps if lengths is None else [masked_padding(step_BPD, lengths, 0) for step_BPD in steps]
         return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
     device, hidden_BTD = inputs_BTX.device, None
     lengths_B, row_B1 = torch.tensor(lengths), torch.arange(len(lengths))[:, None]
@@ -91,10 +91,9 @@ def read_columns(reader: Reader, inputs_BTX: Tensor, lengths: list[int] | None, 
     return hidden_BTD
 
 
-def _without_padding(hidden_BTD: Tensor, lengths: list[int] | None) -> Tensor:
-    """Return the hidden states with 0 for padding, where a model's results are arbitrary, different each time."""
-    if lengths is None:
-        return hidden_BTD
-    width = hidden_BTD.shape[1]
+def masked_padding(values_BTX: Tensor, lengths: list[int], value: float) -> Tensor:
+    """Return values (B, T) or (B, T, X) with another value for padding, which comes first in each row."""
+    width = values_BTX.shape[1]
     is_padding_BT = torch.arange(width) < width - torch.tensor(lengths)[:, None]
-    return hidden_BTD.masked_fill(is_padding_BT[..., None].to(hidden_BTD.device), 0)
+    is_padding_BTX = is_padding_BT.view(*is_padding_BT.shape, *[1] * (values_BTX.ndim - 2))
+    return values_BTX.masked_fill(is_padding_BTX.to(values_BTX.device), value)

@@ -92,12 +92,8 @@ class TxlLM(TemplateLM):
         # lm_eval passes cuda:0 where no device was given; its model `hf`, too, then takes what there is
         device = "auto" if device in (None, "cuda:0") else device
         self.run = run if isinstance(run, Run) else load(run, device=device, checkpoint=checkpoint)
-        overrides = {name: getattr(self.config, name) for name in self.config.model_fields_set} | {"method": "memory"}
-        self.plan = EvaluationPlan.resolve(
-            self.run.config,
-            check_settings(EvaluationConfig, overrides, "model argument"),
-            memory_lengths=self.run.memory_lengths,
-        )
+        with_memory = self.config.model_copy(update={"method": "memory"})
+        self.plan = EvaluationPlan.resolve(self.run.config, with_memory, memory_lengths=self.run.memory_lengths)
         self.plan.refuse_extended_context("lm_eval")
         self._inference = self.run.inference(self.plan.dtype)
 
