@@ -8,7 +8,6 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P di
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -54,20 +53,20 @@ def init_biases(*biases: nn.Parameter | None) -> None:
 
 
 def layer_biases(model: ModelWithMemory) -> Iterator[Biases | None]:
-    """Return the biases of each layer: learned ones, zeros beside learned position keys, or None for the query of
+    """Yield the biases of each layer: learned ones, zeros beside learned position keys, or None for the query of
     distance 0."""
     config, like = model.config, model.like
     assert isinstance(config, RelativeLayerConfig)
-    pairs: list[Biases | None] = [None]
-    if config.position_keys == "learned":
-        # not like.new_zeros, as in `initial_memory`
+    pair = None
+    if config.position_keys == "learned":  # not like.new_zeros, as in `initial_memory`
         zeros_NH = torch.zeros(config.n_heads, config.head_dim, dtype=like.dtype, device=like.device)
-        pairs = [Biases(zeros_NH, zeros_NH)]
-    elif config.n_bias_pairs:
-        assert model.content_bias is not None
-        assert model.position_bias is not None
-        pairs = [Biases(model.content_bias[i], model.position_bias[i]) for i in range(config.n_bias_pairs)]
-    return itertools.islice(itertools.cycle(pairs), config.n_layers)
+        pair = Biases(zeros_NH, zeros_NH)
+    for index in range(config.n_layers):
+        if model.content_bias is not None and model.position_bias is not None:
+            index %= len(model.content_bias)
+            # taken for each layer anew: the order in which gradients are added depends on it
+            pair = Biases(model.content_bias[index], model.position_bias[index])
+        yield pair
 
 
 def initial_memory(model: ModelWithMemory, batch_size: int, context_limits: ContextLimits | None) -> Memory:
