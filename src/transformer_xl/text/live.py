@@ -14,13 +14,10 @@ import socket
 import stat
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import override
+from typing import Any, Protocol
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, check_is_new
@@ -31,28 +28,26 @@ _MAX_WRITERS = 64  # connections to a socket
 _MAX_LINE_BYTES = 2**16  # of a connection, before its line is passed on without an end
 
 
-class LiveText(ABC):
+class LiveText(Protocol):
     """Text that is still being written."""
 
     name: str
     """What it is, for messages."""
 
-    @abstractmethod
     def read(self, seconds: float) -> bytes | None:
         """Return the next block; empty if nothing comes within so many seconds, None after the end."""
 
     def position(self) -> dict[str, Any]:
-        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot, as by default."""
-        return {}
+        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot."""
 
-    def begin_at(self, position: Mapping[str, Any]) -> None:  # noqa: B027 (by default there is nothing to do)
+    def begin_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, if it still exists."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Close what is open."""
 
 
-class PipedText(LiveText):
+class PipedText:
     """The text of a file descriptor, such as standard input, until its end."""
 
     name = "standard input"
@@ -60,7 +55,6 @@ class PipedText(LiveText):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next block, empty if nothing comes in time, or None after the end."""
         with as_user_error(f"reading {self.name}"):
@@ -68,8 +62,18 @@ class PipedText(LiveText):
                 return b""
             return os.read(self._descriptor, BLOCK_BYTES) or None
 
+    def position(self) -> dict[str, Any]:
+        """Return nothing: the next command gets another standard input."""
+        return {}
 
-class FollowedFile(LiveText):
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class FollowedFile:
     """A file that grows, without an end, as `tail -F` shows it.
 
     If the path names another file (rotation), the rest of the old one is read and then the new one. If the file becomes
@@ -95,7 +99,6 @@ class FollowedFile(LiveText):
             if from_end:
                 self._position = os.lseek(self._descriptor, 0, os.SEEK_END)
 
-    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next block, or an empty one if nothing is appended in time."""
         deadline = time.monotonic() + seconds
@@ -108,14 +111,12 @@ class FollowedFile(LiveText):
                     return b""
                 time.sleep(min(left, _POLL_SECONDS))
 
-    @override
     def position(self) -> dict[str, Any]:
         """Return which file is open, and how much of it is read."""
         status = os.fstat(self._descriptor)
         names = {"device": status.st_dev, "inode": status.st_ino}
         return {**names, "offset": self._position, "ends_in_line": self._ends_in_line}
 
-    @override
     def begin_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, if the path still names that file, and it is as long; else at its beginning."""
         status, offset = os.fstat(self._descriptor), position.get("offset")
@@ -126,7 +127,6 @@ class FollowedFile(LiveText):
         else:
             self._position = sys.maxsize  # beyond the end, as after a truncation
 
-    @override
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
@@ -173,7 +173,7 @@ class FollowedFile(LiveText):
         return b"\n" if cut else b""
 
 
-class SocketText(LiveText):
+class SocketText:
     """The lines that programs on this machine write to a socket, in the order in which they arrive, without an end.
 
     The lines of several writers are not mixed; a writer that disconnects within a line ends it.
@@ -211,7 +211,6 @@ class SocketText(LiveText):
         """Number of the port."""
         return int(self._server.getsockname()[1])
 
-    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next lines, or an empty block if no line ends in time."""
         deadline = time.monotonic() + seconds
@@ -224,7 +223,13 @@ class SocketText(LiveText):
             if time.monotonic() >= deadline:
                 return b""
 
-    @override
+    def position(self) -> dict[str, Any]:
+        """Return nothing: what was written to a socket is gone."""
+        return {}
+
+    def begin_at(self, position: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Close all connections and remove the socket."""
         for connection in [*self._lines, self._server]:
