@@ -30,7 +30,7 @@ from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.relative import attention_context, layer_biases
 from transformer_xl.model.token_ids import TokenIds
-from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.model.transformer_xl import RelativeLanguageModel
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel | Backbone)
 
@@ -83,7 +83,7 @@ class InferenceModel:
             if self._tables is None or inputs:
                 return self.model(tokens_BT, memory, **inputs)
             model = self.model
-            assert isinstance(model, TransformerXL | Backbone)
+            assert isinstance(model, RelativeLanguageModel | Backbone)
             x_BTD, memory = model.embed(tokens_BT, memory)
             if not self._tables.accept(x_BTD, memory):
                 states_BTD, memory = model.run_layers(x_BTD, memory)
@@ -171,7 +171,7 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
 
 def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables | None:
     """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
-    if not isinstance(model, TransformerXL | Backbone) or model.device.type != "cpu":
+    if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
         return None
     if choose(model.attn_implementation or "auto", model.device, dtype).attend is not native_kernel.attend:
         return None

@@ -83,11 +83,14 @@ class LayerTrace:
     """The layer's cache after the new tokens."""
 
 
-class TransformerXL(LanguageModel):
-    """The paper's model: token embedding times sqrt(D), layers with relative attention and memory, a softmax."""
+class RelativeLanguageModel(LanguageModel):
+    """Token embedding times sqrt(D), layers with relative attention and memory, a softmax.
+
+    Subclasses name their settings and where the position keys come from.
+    """
 
     config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-    config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
+    config_class: ClassVar[type[RelativeConfig]]
     attention_class: ClassVar[type[RelativeAttention]] = RelativeAttention
 
     def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
@@ -158,3 +161,9 @@ class TransformerXL(LanguageModel):
             attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
             x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
             yield LayerTrace(x_BTD, terms, cache)
+
+
+class TransformerXL(RelativeLanguageModel):
+    """The paper's model."""
+
+    config_class = TransformerXLConfig

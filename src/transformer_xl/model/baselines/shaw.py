@@ -20,7 +20,7 @@ from typing_extensions import override
 from transformer_xl.config import RelativeLayerConfig, ShawConfig, UserError
 from transformer_xl.model.attention import AttentionContext, RelativeAttention
 from transformer_xl.model.model_with_memory import WEIGHT_STD
-from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.model.transformer_xl import RelativeLanguageModel
 
 
 class ShawAttention(RelativeAttention):
@@ -45,7 +45,7 @@ class ShawAttention(RelativeAttention):
         return keys_PNH
 
 
-class ShawTransformer(TransformerXL):
+class ShawTransformer(RelativeLanguageModel):
     """Transformer-XL with a learned vector for each distance, and without content and position biases."""
 
     config_class = ShawConfig
