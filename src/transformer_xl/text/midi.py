@@ -193,9 +193,5 @@ def check_midi_path(path: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
+    with suppress(OSError), process:  # which closes the pipes; what was not sent cannot be
+        process.kill()
