@@ -158,8 +158,7 @@ def prepare(
             what = f"the data set {dataset}" if dataset else "texts in memory"
             raise UserError(f"--tokenizer midi is for MIDI files, not for {what}; name another tokenizer")
         if settings:
-            flags = ", ".join(_flag(name, value) for name, value in settings.items())
-            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {flags} out")
+            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {_flags(settings)} out")
     codec = midi_codec() if tokenizer == "midi" else None
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
     if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
@@ -367,9 +366,9 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     ]
 
 
-def _flag(name: str, value: object) -> str:
-    """Return the flag that gives a setting of the tokenizer this value."""
-    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+def _flags(settings: Mapping[str, Any]) -> str:
+    """Return the flags that give these settings of the tokenizer, as a list."""
+    return ", ".join(f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in settings.items())
 
 
 def _resolve_tokenizer(
@@ -381,10 +380,10 @@ def _resolve_tokenizer(
     if tokenizer in TOKENIZER_KINDS:
         return cast(TokenizerKind, tokenizer)
     if settings:
-        flags = ", ".join(_flag(name, value) for name, value in settings.items())
         label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
         raise UserError(
-            f"--tokenizer {label} is trained already; leave {flags} out, or name a kind ({', '.join(TOKENIZER_KINDS)})"
+            f"--tokenizer {label} is trained already; leave {_flags(settings)} out, or name a kind "
+            f"({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
 
