@@ -46,7 +46,6 @@ Texts = Iterable[str | bytes]
 DEFAULT_FRACTION = 0.05
 """Default fraction of a text for the valid (validation) split, and also for the test split."""
 _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
-_IN_MEMORY = "documents in memory"  # the `source` in corpus.json of a text passed as `documents`
 
 
 @checked_names
@@ -290,7 +289,7 @@ def find_text(
         return python_stdlib()
     if dataset:
         return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
-    name, description, notes = "documents", _IN_MEMORY, tuple[str, ...]()
+    name, description, notes = "documents", "documents in memory", tuple[str, ...]()
     if split_paths:
         found = {
             split: texts_of_paths(files, f"--{split}: ", selection, progress) for split, files in split_paths.items()
