@@ -141,7 +141,7 @@ def nats_of(trainer: Trainer) -> list[float]:
 
 def equals_best(folder: RunFolder, file: Path) -> list[bool]:
     """Return, for each tensor of a file, whether it equals that of the run's best weights."""
-    best, _ = load_tensors(folder.weights_file("best"))
+    best, _ = load_tensors(folder.choose_weights("best").used.file)
     other, _ = load_tensors(file)
     return [torch.equal(best[name], other[name]) for name in best]
 

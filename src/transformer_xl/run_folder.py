@@ -345,14 +345,6 @@ class RunFolder:
             return ChosenWeights(last)
         return ChosenWeights(best, (last,)) if checkpoint == "best" else ChosenWeights(last, (best,))
 
-    def weights_file(self, checkpoint: CheckpointName = "best") -> Path:
-        """Return the path of the best weights, or of the last ones.
-
-        Raises:
-            UserError: for the reasons of `choose_weights`.
-        """
-        return self.choose_weights(checkpoint).used.file
-
     def _best_weights(self) -> SavedWeights | None:
         """Describe the file of the best weights, or return None if it does not exist."""
         file = self.path / self.weights_name

@@ -112,13 +112,13 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     assert last["nats_per_token"] == pytest.approx(expected, rel=1e-6)
     assert trainer.stepper.weight_average is not None
     assert torch.equal(averaged_weights(trainer.model, trainer.stepper.weight_average), weights_of(best))
-    assert not any(equals_best(trainer.folder, trainer.folder.weights_file("last")))
+    assert not any(equals_best(trainer.folder, trainer.folder.choose_weights("last").used.file))
 
 
 def test_average_is_saved_without_validation_text(tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), weight_average="uniform")
     trainer.run()
     assert trainer.stepper.weight_average is not None
-    best, _ = load_tensors(trainer.folder.weights_file("best"))
+    best, _ = load_tensors(trainer.folder.choose_weights("best").used.file)
     actual = torch.cat([best[name].flatten() for name, _ in trainer.model.named_parameters()])
     assert torch.equal(actual, averaged_weights(trainer.model, trainer.stepper.weight_average))

@@ -92,7 +92,7 @@ def start_variant(path: Path, corpus: Corpus, variant: str = "base", **changed: 
 
 def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Return all tensors of the last checkpoint."""
-    last = folder.weights_file("last")
+    last = folder.choose_weights("last").used.file
     (file,) = (last.parent / "training").iterdir()
     files = {"last": load_tensors(last)[0], "training": load_file(file)}
     return {f"{kind}/{name}": tensor for kind, tensors in files.items() for name, tensor in tensors.items()}
@@ -105,7 +105,7 @@ def metrics_of(folder: RunFolder, valid_steps: set[int]) -> list[dict[str, Any]]
         folder: the run.
         valid_steps: steps of the validations to return; the best loss is left out, as it can be of another step.
     """
-    state = CheckpointRecord.read(folder.weights_file("last").parent).state
+    state = CheckpointRecord.read(folder.choose_weights("last").used.file.parent).state
     state.pop("best_nats")
     lines = [line for line in folder.metrics() if line["split"] == "train" or line["step"] in valid_steps] + [state]
     assert all(line.pop("seconds") >= 0 for line in lines)
@@ -116,7 +116,7 @@ def metrics_of(folder: RunFolder, valid_steps: set[int]) -> list[dict[str, Any]]
 def assert_same_runs(one: RunFolder, other: RunFolder) -> None:
     """Check that a resumed run equals the uninterrupted `other`, and that its best weights are the best it had."""
     assert_same_tensors(tensors_of(one), tensors_of(other))
-    assert one.weights_file("last").read_bytes() == other.weights_file("last").read_bytes()
+    assert one.choose_weights("last").used.file.read_bytes() == other.choose_weights("last").used.file.read_bytes()
     valid_steps = {line["step"] for line in other.metrics() if line["split"] == "valid"}
     assert metrics_of(one, valid_steps) == metrics_of(other, valid_steps)
     assert one.checkpoints()[-1].name == other.checkpoints()[-1].name
@@ -125,7 +125,7 @@ def assert_same_runs(one: RunFolder, other: RunFolder) -> None:
     lowest, step = min(losses, default=(None, 0))
     assert one.best_known() == (None if lowest is None else (step, lowest))
     if step in valid_steps or lowest is None:
-        assert one.weights_file("best").read_bytes() == other.weights_file("best").read_bytes()
+        assert one.choose_weights("best").used.file.read_bytes() == other.choose_weights("best").used.file.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_finished_run_resumes_with_more_steps(tmp_path: Path, uninterrupted) -> 
     assert short.run()
     longer = reopened(short, max_steps=23)
     longer.run()
-    weights = [load_tensors(trainer.folder.weights_file("last"))[0] for trainer in (longer, expected)]
+    weights = [load_tensors(trainer.folder.choose_weights("last").used.file)[0] for trainer in (longer, expected)]
     assert_same_tensors(*weights)
 
 

@@ -117,7 +117,7 @@ def test_crashed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     trainer = reopened(trainer)
     trainer.run()
     for checkpoint in ("best", "last"):
-        files = [run.folder.weights_file(checkpoint).read_bytes() for run in (trainer, uninterrupted)]
+        files = [run.folder.choose_weights(checkpoint).used.file.read_bytes() for run in (trainer, uninterrupted)]
         assert files[0] == files[1]
     assert trainer.state.best_nats == uninterrupted.state.best_nats
 

@@ -66,7 +66,9 @@ def metrics_of(path: Path) -> list[dict[str, Any]]:
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the best and the last weights of a run."""
     folder = RunFolder.open(path)
-    files = {checkpoint: load_tensors(folder.weights_file(checkpoint))[0] for checkpoint in ("best", "last")}
+    files = {
+        checkpoint: load_tensors(folder.choose_weights(checkpoint).used.file)[0] for checkpoint in ("best", "last")
+    }
     return {f"{checkpoint}/{name}": tensor for checkpoint, file in files.items() for name, tensor in file.items()}
 
 

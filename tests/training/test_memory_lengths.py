@@ -54,8 +54,7 @@ def test_measured_losses_are_those_of_evaluation(path: Path) -> None:
         assert evaluate(run, "valid", memory_length=length, max_tokens=64).nats_per_token == nats
     assert len(set(measured.nats_per_token.values())) == 4
     dynamic = replace(run, config=run.config.model_copy(update={"evaluation": EvaluationConfig(method="dynamic")}))
-    again = memory_lengths.measure_memory_lengths(dynamic, run.open_corpus().split("valid"), 64)
-    assert again is not None
+    again = memory_lengths.measure_memory_lengths(dynamic, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
     assert again.nats_per_token.items() <= measured.nats_per_token.items()  # perhaps without the longest
 
 
@@ -195,6 +194,5 @@ def test_harmful_lengths_end_the_measurement_and_are_not_chosen(
             yield replace(losses, nats_K=losses.nats_K * (1 + 0.01 * beyond))
 
     monkeypatch.setattr(memory_lengths, "stream_losses", worse_beyond_training)
-    measured = memory_lengths.measure_memory_lengths(run, run.open_corpus().split("valid"), 64)
-    assert measured is not None
+    measured = memory_lengths.measure_memory_lengths(run, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
     assert (measured.chosen, list(measured.nats_per_token)) == (2, [1, 2, 4])

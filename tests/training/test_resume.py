@@ -68,7 +68,9 @@ def test_random_lengths_with_context_and_averaging_resume_bit_for_bit(tmp_path: 
     assert trainer.state.position == whole.state.position
     assert trainer.state.position.epoch > 0
     for checkpoint in ("best", "last"):
-        assert_same_tensors(*(load_tensors(one.folder.weights_file(checkpoint))[0] for one in (trainer, whole)))
+        assert_same_tensors(
+            *(load_tensors(one.folder.choose_weights(checkpoint).used.file)[0] for one in (trainer, whole))
+        )
     rates = {line["learning_rate"] for line in lines_of(whole, "train") if line["step"] > 15}
     assert rates == {0.001}
 

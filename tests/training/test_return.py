@@ -70,7 +70,7 @@ def test_lost_run_is_resumed_from_the_good_checkpoint(tmp_path: Path) -> None:
     losses = [[line["nats_per_token"] for line in lines_of(run, "valid")] for run in (trainer, expected)]
     assert losses[0] == losses[1]
     for checkpoint in ("best", "last"):
-        files = [run.folder.weights_file(checkpoint).read_bytes() for run in (trainer, expected)]
+        files = [run.folder.choose_weights(checkpoint).used.file.read_bytes() for run in (trainer, expected)]
         assert files[0] == files[1]
     assert RunFolder.open(path).verify() == []
 

@@ -139,17 +139,17 @@ def test_weights_with_the_lowest_validation_loss_are_saved(tmp_path: Path, monke
     trainer.run()
     assert trainer.state.best_nats == 3.0
     assert all(equals_best(trainer.folder, expected))
-    assert not any(equals_best(trainer.folder, trainer.folder.weights_file("last")))
+    assert not any(equals_best(trainer.folder, trainer.folder.choose_weights("last").used.file))
 
 
 def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), eval_interval=3)
     train_until(trainer, 5)
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    assert trainer.folder.weights_file("best") == trainer.folder.weights_file("last")
+    assert trainer.folder.choose_weights("best").used.file == trainer.folder.choose_weights("last").used.file
     assert trainer.run()
     assert trainer.state.best_nats is None
-    assert all(equals_best(trainer.folder, trainer.folder.weights_file("last")))
+    assert all(equals_best(trainer.folder, trainer.folder.choose_weights("last").used.file))
 
 
 def test_stop_validates_the_last_weights(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_stop_validates_the_last_weights(tmp_path: Path) -> None:
     assert (chosen.used.step, chosen.others[0].step, chosen.others[0].valid_nats_per_token) == (5, 8, None)
     assert "last weights are 3 steps newer" in chosen.lines()[1]
     assert "--checkpoint last" in chosen.lines()[1]
-    files = [run.folder.weights_file("last").read_bytes() for run in (trainer, again)]
+    files = [run.folder.choose_weights("last").used.file.read_bytes() for run in (trainer, again)]
     assert files[0] == files[1]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
@@ -212,17 +212,6 @@ def check_weights(model: LanguageModel) -> None:
         )
 
 
-@contextmanager
-def eval_mode(model: LanguageModel) -> Iterator[None]:
-    """Put a model into evaluation mode, where dropout is off, and then back into the mode it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 @dataclass(frozen=True, eq=False)
 class TokenLosses:
     """Losses of consecutive tokens of a text."""
@@ -258,7 +247,10 @@ def stream_losses(
         model = prepare_inference(model, plan.dtype)
     weights = model if isinstance(model, LanguageModel) else model.model
     check_weights(weights)
-    with eval_mode(weights), closing(_METHODS[plan.method].losses(model, text, plan)) as steps:
+    with ExitStack() as stack:
+        stack.callback(weights.train, weights.training)
+        weights.eval()
+        steps = stack.enter_context(closing(_METHODS[plan.method].losses(model, text, plan)))
         pending: list[StepLosses] = []
         for nats_BT, scored in steps:
             pending.append((nats_BT, scored))

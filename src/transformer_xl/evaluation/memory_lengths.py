@@ -9,7 +9,7 @@ Suffix: N segments of the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,8 @@ def candidate_lengths(config: RunConfig, num_tokens: int) -> list[int]:
 
 
 def measure_memory_lengths(
-    run: Run, split: TokenSplit, num_tokens: int, progress: ProgressCallback | None = None
-) -> MemoryLengths | None:
+    run: Run, split: TokenSplit, num_tokens: int, lengths: Sequence[int], progress: ProgressCallback | None = None
+) -> MemoryLengths:
     """Score the beginning of a text at several memory lengths, and choose the one to evaluate with.
 
     Each loss is that of `evaluate(run, split, memory_length=LENGTH, max_tokens=num_tokens)`.
@@ -77,10 +77,11 @@ def measure_memory_lengths(
         run: a trained run.
         split: its validation text.
         num_tokens: number of tokens to score, from the start of the text.
+        lengths: the memory lengths to compare, from `candidate_lengths`; at least one.
         progress: called with the number of tokens scored since the last call.
 
     Returns:
-        The losses and the chosen length, or None if there is nothing to choose.
+        The losses and the chosen length.
 
     Raises:
         UserError: a memory does not fit on the device, or weights are not finite.
@@ -88,7 +89,7 @@ def measure_memory_lengths(
     config, trained = run.config, run.config.train.memory_length
     text = TokenizedText(split.first(num_tokens), run.tokenizer.bos_token_id, split.document_starts)
     nats, segment_nats = dict[int, float](), dict[int, _SegmentNats]()
-    for length in candidate_lengths(config, num_tokens):
+    for length in lengths:
         plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory", memory_length=length))
         scored = stream_losses(plan.model_of(run), text, plan, progress)
         by_position = {losses.position: losses.sum for losses in scored}
@@ -96,8 +97,6 @@ def measure_memory_lengths(
         segment_nats[length] = np.array([by_position[position] for position in sorted(by_position)])
         if length > trained and is_worse(segment_nats[length], segment_nats[trained]):
             break  # an even longer memory is further from training
-    if not nats:
-        return None
     plan = EvaluationPlan.resolve(config)
     return MemoryLengths(
         chosen=choose_length(segment_nats, trained),

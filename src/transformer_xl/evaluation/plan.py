@@ -226,17 +226,14 @@ class EvaluationPlan:
         if self.method == "dynamic":
             unused = None if self.needs_train_split else {"epsilon", "gradient_stats_tokens"}
             method_settings = {**self.dynamic.model_dump(exclude=unused), "learning_rate": self.learning_rate}
+        names = ("extended_context_length", "softmax_temperature", "memory_length_reason")
+        names += ("batch_size", "warmup_tokens", "reset_memory")
         return {
             "method": self.method,
             "method_settings": method_settings,
             "segment_length": self.segment_length,
             **asdict(self.context_limits),
-            "extended_context_length": self.extended_context_length,
-            "softmax_temperature": self.softmax_temperature,
-            "memory_length_reason": self.memory_length_reason,
-            "batch_size": self.batch_size,
-            "warmup_tokens": self.warmup_tokens,
-            "reset_memory": self.reset_memory,
+            **{name: getattr(self, name) for name in names},
             "dtype": resolve_dtype(device, self.dtype),
         }
 

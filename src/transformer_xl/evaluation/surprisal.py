@@ -18,8 +18,8 @@ To which word the space between two words belongs:
 
 Word and integer tokenizers have no tokens for spaces, so both are the same.
 
-Shape suffixes: K tokens of all items, T those of one item, I items, R rows of the result, B batch size, D model width,
-V vocabulary, P positions of whitespace.
+Shape suffixes: K tokens of all items, T those of one item, I items, W words of one item and its end, R rows of the
+result, B batch size, D model width, V vocabulary, P positions of whitespace.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_error
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
 
 Whitespace = Literal["leading", "trailing"]
-_COUNTS = {"tokens": 0, "num_unknown": 0}
-_COLUMNS = ("word_number", "word", *_COUNTS)
+_COLUMNS = ("word_number", "word", "tokens", "num_unknown")
 ALONE = "surprisal_bits_alone"
 """The column of surprisals without what came before the item."""
 _MAX_LOGITS = 2**22  # computed at once: 16 MiB of float32
@@ -168,11 +167,6 @@ def surprisal(
         nats_R += np.bincount(row_K[:-1], word_end_K[1:], minlength=len(rows))  # to the word before
         for row, bits in zip(rows, (nats_R / math.log(2)).tolist(), strict=True):
             row[name] = bits
-    num_tokens_R = np.bincount(row_K, minlength=len(rows)).tolist()
-    is_unknown_K = np.zeros(len(tokens_K)) if tokenizer.unk_token_id is None else tokens_K == tokenizer.unk_token_id
-    num_unknown_R = np.bincount(row_K, is_unknown_K, minlength=len(rows)).astype(int).tolist()
-    for row, num_tokens, num_unknown in zip(rows, num_tokens_R, num_unknown_R, strict=True):
-        row.update(tokens=num_tokens, num_unknown=num_unknown)
     # an end without tokens: of a tokenizer that has no newline, or that joins it to the last word
     table = SurprisalTable(row for row in rows if row["word"] or row["tokens"])
     table.label_columns = tuple(checked[0].labels)
@@ -234,20 +228,21 @@ def _checked_items(items: object, columns: ItemColumns) -> list[TextItem]:
 def _encode(
     tokenizer: Tokenizer, items: list[TextItem]
 ) -> tuple[list[dict[str, Any]], npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows of the result without numbers, all tokens, the row of each, and where each item starts."""
+    """Return the rows of the result without surprisals, all tokens, the row of each, and where each item starts."""
     rows, ids, row_indices = list[dict[str, Any]](), list[TokenArray](), list[npt.NDArray[np.int64]]()
-    starts, num_tokens = list[int](), 0
     for item in items:
         content, ids_T = encode_item(tokenizer, item)
         ids.append(ids_T)
         with document_errors(item.name):
-            row_indices.append(len(rows) + tokenizer.word_indices(content))
-        words = [word.decode("utf-8", errors="surrogateescape") for word in content.split()]
-        numbered = enumerate([*words, ""], start=1)
-        rows += (dict(item.labels) | {"word_number": number, "word": word, **_COUNTS} for number, word in numbered)
-        starts.append(num_tokens)
-        num_tokens += len(ids_T)
-    return rows, np.concatenate(ids), np.concatenate(row_indices), np.array(starts)
+            word_T = tokenizer.word_indices(content)
+        row_indices.append(len(rows) + word_T)
+        words = [*(word.decode("utf-8", errors="surrogateescape") for word in content.split()), ""]
+        num_tokens_W = np.bincount(word_T, minlength=len(words)).tolist()
+        num_unknown_W = np.bincount(word_T[ids_T == tokenizer.unk_token_id], minlength=len(words)).tolist()
+        for number, values in enumerate(zip(words, num_tokens_W, num_unknown_W, strict=True), start=1):
+            rows.append({**item.labels, **dict(zip(_COLUMNS, (number, *values), strict=True))})
+    start_I = np.cumsum([0, *map(len, ids[:-1])])
+    return rows, np.concatenate(ids), np.concatenate(row_indices), start_I
 
 
 def encode_item(tokenizer: Tokenizer, item: TextItem) -> tuple[bytes, TokenArray]:

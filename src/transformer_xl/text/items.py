@@ -130,23 +130,21 @@ def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
     delimiter, separator = ("\t", "tab") if input_format == "tsv" else (",", "comma")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
+    rows = filter(None, reader)  # many files have an empty line at their end
     try:
-        for row in reader:
+        header = next(rows, list[str]())
+        if len(set(header)) < len(header):
+            raise UserError(
+                f"{name}: line {reader.line_num:,}: two columns have the same name; rename one of {', '.join(header)}"
+            )
+        for row in rows:
             place = f"{name}: line {reader.line_num:,}"
-            if not row:  # an empty line, as many files have at their end
-                continue
-            if header is None:
-                header = row
-                if len(set(header)) < len(header):
-                    raise UserError(f"{place}: two columns have the same name; rename one of {', '.join(header)}")
-            elif len(row) != len(header):
+            if len(row) != len(header):
                 raise UserError(
                     f"{place}: {len(row)} values for {len(header)} columns ({', '.join(header)}); put a text with a "
                     f"{separator} or a quotation mark in quotation marks, and double those inside"
                 )
-            else:
-                yield place, dict(zip(header, row, strict=True))
+            yield place, dict(zip(header, row, strict=True))
     except csv.Error as error:
         raise UserError(f"{name}: line {reader.line_num:,}: not CSV ({error}); check its quotation marks") from None
 

@@ -192,15 +192,15 @@ class SocketText:
         self.name, self._path = address, None
         host, colon, port = address.rpartition(":")
         with as_user_error(f"listening at {address}"):
-            if not address or (colon and "/" not in address and not (port.isdecimal() and 0 <= int(port) < 2**16)):
+            if address and (not colon or "/" in address):
+                self._path = Path(address)
+                self._server = _listening_path(self._path)
+            elif port.isdecimal() and int(port) < 2**16:
+                self._server = _listening_port(host, int(port))
+            else:
                 raise UserError(
                     f"'{address}' is no address; give 127.0.0.1:PORT with a port up to 65535, or a path such as ./a:b"
                 )
-            if colon and "/" not in address:
-                self._server = _listening_port(host, int(port))
-            else:
-                self._path = Path(address)
-                self._server = _listening_path(self._path)
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import base64
 import json
 import os
-import selectors
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -149,16 +149,20 @@ class MidiCodec:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
+        deadline, watchdog = time.monotonic() + seconds, threading.Timer(seconds, process.kill)
+        watchdog.start()
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            answer = _read_line(process.stdout.fileno(), seconds)
+            answer = process.stdout.readline(_MAX_ANSWER_BYTES)
         except OSError:
             answer = b""
         except BaseException:  # Ctrl-C: the answer must not be taken for that of another request
             self.close()
             raise
-        if answer is None:
+        finally:
+            watchdog.cancel()
+        if time.monotonic() >= deadline:
             self.close()
             return {"error": f"took longer than {seconds:g} s"}
         if not answer.endswith(b"\n"):
@@ -188,25 +192,6 @@ def check_midi_path(path: Path) -> None:
     check_new_file(path)
 
 
-def _read_line(descriptor: int, seconds: float) -> bytes | None:
-    """Return a line, or what there is of it if the process has ended; None if it takes too long."""
-    deadline, line = time.monotonic() + seconds, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not line.endswith(b"\n") and len(line) < _MAX_ANSWER_BYTES:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            block = os.read(descriptor, 2**20)
-            if not block:
-                break
-            line += block
-    return line
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
+    with suppress(OSError), process:  # which closes the pipes; what was not sent cannot be
+        process.kill()

@@ -46,7 +46,6 @@ Texts = Iterable[str | bytes]
 DEFAULT_FRACTION = 0.05
 """Default fraction of a text for the valid (validation) split, and also for the test split."""
 _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
-_IN_MEMORY = "documents in memory"  # the `source` in corpus.json of a text passed as `documents`
 
 
 @checked_names
@@ -158,8 +157,7 @@ def prepare(
             what = f"the data set {dataset}" if dataset else "texts in memory"
             raise UserError(f"--tokenizer midi is for MIDI files, not for {what}; name another tokenizer")
         if settings:
-            flags = ", ".join(_flag(name, value) for name, value in settings.items())
-            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {flags} out")
+            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {_flags(settings)} out")
     codec = midi_codec() if tokenizer == "midi" else None
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
     if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
@@ -291,7 +289,7 @@ def find_text(
         return python_stdlib()
     if dataset:
         return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
-    name, description, notes = "documents", _IN_MEMORY, tuple[str, ...]()
+    name, description, notes = "documents", "documents in memory", tuple[str, ...]()
     if split_paths:
         found = {
             split: texts_of_paths(files, f"--{split}: ", selection, progress) for split, files in split_paths.items()
@@ -367,9 +365,9 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     ]
 
 
-def _flag(name: str, value: object) -> str:
-    """Return the flag that gives a setting of the tokenizer this value."""
-    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+def _flags(settings: Mapping[str, Any]) -> str:
+    """Return the flags that give these settings of the tokenizer, as a list."""
+    return ", ".join(f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in settings.items())
 
 
 def _resolve_tokenizer(
@@ -381,10 +379,10 @@ def _resolve_tokenizer(
     if tokenizer in TOKENIZER_KINDS:
         return cast(TokenizerKind, tokenizer)
     if settings:
-        flags = ", ".join(_flag(name, value) for name, value in settings.items())
         label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
         raise UserError(
-            f"--tokenizer {label} is trained already; leave {flags} out, or name a kind ({', '.join(TOKENIZER_KINDS)})"
+            f"--tokenizer {label} is trained already; leave {_flags(settings)} out, or name a kind "
+            f"({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
 

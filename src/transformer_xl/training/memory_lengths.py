@@ -52,8 +52,7 @@ def record_memory_lengths(trainer: Trainer, is_interrupted: Callable[[], bool], 
     try:
         with bar or nullcontext():
             run = trainer.folder.load_run(trainer.device)  # the best weights, as they are on disk
-            measured = measure_memory_lengths(run, trainer.corpus.split("valid"), num_tokens, advance)
-            assert measured is not None
+            measured = measure_memory_lengths(run, trainer.corpus.split("valid"), num_tokens, lengths, advance)
             trainer.folder.save_memory_lengths(measured)
     except _Interrupted:
         return

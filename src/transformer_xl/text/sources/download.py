@@ -42,8 +42,8 @@ class _MirrorError(Exception):
     """A mirror could not provide the file; the message is the reason."""
 
 
-class _ConnectionBroken(Exception):
-    """A transfer ended early, so that the next attempt resumes it; the message is the reason."""
+class _ConnectionBroken(_MirrorError):
+    """A transfer ended early, so that the next attempt resumes it."""
 
 
 def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progress) -> Path:
@@ -97,9 +97,9 @@ def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> 
         try:
             if size_before != file.digest.num_bytes:
                 _resume(url, file, partial, progress)
-        except _ConnectionBroken as error:
+        except _ConnectionBroken:
             if _size(partial) <= size_before:
-                raise _MirrorError(str(error)) from None
+                raise
             continue
         actual = compute_digest(raw_chunks(partial), file.digest, file.name, progress)
         if actual == file.digest:

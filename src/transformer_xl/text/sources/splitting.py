@@ -210,31 +210,14 @@ def _placed_boundary(texts: Sequence[tuple[int, TextRange]], position: int, tole
 def _boundary(text: TextRange, position: int, tolerance: int, whole_lines: bool) -> int:
     """Return the best boundary at or after a position, usually within `tolerance` of it.
 
-    In arrays it is the end of a row. With `whole_lines` it is the end of a line, however far that is.
+    In arrays it is the end of a row. With `whole_lines` it is the end of a line, however far that is. Otherwise, in
+    order of preference: the first position after a newline, the end of the text, the first position after whitespace;
+    and if the tolerance reaches none of them, the end of the character at `position`.
     """
     if isinstance(text, ArrayRange):
         return text.row_end(position)
     if whole_lines:
         return _line_end(text, position)
-    return _boundary_near(text, position, tolerance)
-
-
-def _line_end(text: FileRange, position: int) -> int:
-    """Return the first position at or after `position` that follows a newline, or the end of the text."""
-    chunk_start = position - 1
-    for chunk in replace(text, start=chunk_start):
-        if (newline := chunk.find(b"\n")) >= 0:
-            return chunk_start + newline + 1
-        chunk_start += len(chunk)
-    return text.size()
-
-
-def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
-    """Return the best boundary from `position` to `position + tolerance`.
-
-    In order of preference: the first position after a newline, the end of the text, the first position after
-    whitespace; and if the range has none of them, the end of the character at `position`.
-    """
     # a UTF-8 character has up to 4 bytes
     content = b"".join(replace(text, start=position - 1, stop=min(position + max(tolerance, 4), text.size())))
     candidates = content[: tolerance + 1]  # for each possible boundary, the byte before it
@@ -246,3 +229,13 @@ def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
         return position + space.start()
     rest_of_character = _REST_OF_CHARACTER.match(content, 1)
     return position + (rest_of_character.end() - 1 if rest_of_character else 0)
+
+
+def _line_end(text: FileRange, position: int) -> int:
+    """Return the first position at or after `position` that follows a newline, or the end of the text."""
+    chunk_start = position - 1
+    for chunk in replace(text, start=chunk_start):
+        if (newline := chunk.find(b"\n")) >= 0:
+            return chunk_start + newline + 1
+        chunk_start += len(chunk)
+    return text.size()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import glob
 import os
-import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -309,26 +308,24 @@ def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Pat
     """Return the files that a path, folder or glob pattern selects, and whether it is the path of one file."""
     if not source:
         raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
-    path = Path(source)
+    path, files = Path(source), list[Path]()
     with as_user_error(f"{option}reading {source}"):
-        status = path.stat() if path.exists() else None
-    is_named = False
-    if status is None:
-        files = glob_files(source) if glob.has_magic(source) else []
-        problem = f"no file with text matches the pattern '{source}'; check it ('**' matches any number of folders)"
-        if not glob.has_magic(source):
+        is_named = path.is_file()
+        if is_named:
+            files = [path] if path.stat().st_size else []
+            problem = f"the file {source} is empty; leave it out, or name one that contains text"
+        elif path.is_dir():
+            files = list_files(path)
+            problem = f"the folder {source} contains no text (hidden and empty files are ignored); name another"
+        elif path.exists():
+            problem = f"{source} is not a regular file; write its text to a file and name that"
+        elif glob.has_magic(source):
+            files = glob_files(source)
+            problem = f"no file with text matches the pattern '{source}'; check it ('**' matches any number of folders)"
+        else:
             data_set = "" if option else f" nor a known data set{nearest(source, DATASET_NAMES)}"
             known = "" if option else f" (known data sets: {', '.join(DATASET_NAMES)})"
             problem = f"'{source}' is neither a file nor a folder{data_set}; check the spelling{known}"
-    elif stat.S_ISDIR(status.st_mode):
-        files = list_files(path)
-        problem = f"the folder {source} contains no text (hidden and empty files are ignored); name another"
-    elif stat.S_ISREG(status.st_mode):
-        files, is_named = [path] if status.st_size else [], True
-        problem = f"the file {source} is empty; leave it out, or name one that contains text"
-    else:
-        files = list[Path]()
-        problem = f"{source} is not a regular file; write its text to a file and name that"
     if not files:
         raise UserError(f"{option}{problem}")
     if not is_named:
