@@ -125,7 +125,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
             weights |= _read_weights(file.parent / shard)
         return weights
     if file.suffix == ".bin":
-        content = TorchFile(file, lambda _: False)  # allows no classes except those of tensors
+        content = TorchFile(file)
         if not isinstance(content.value, dict):
             raise UserError(f"{file} contains no weights by name; get it again")
         return content.tensors(content.value)

@@ -42,7 +42,7 @@ def read(path: Path) -> ImportedModel:
             cannot be expressed in this package.
     """
     file = (first_existing(path, _FILES) or path) if path.is_dir() else path
-    content = TorchFile(file, ALLOWED_CLASSES.__contains__)
+    content = TorchFile(file, ALLOWED_CLASSES)
     checkpoint = content.value if isinstance(content.value, dict) else {}
     weights, values = checkpoint.get("model_state"), checkpoint.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):

@@ -148,7 +148,7 @@ def read_tokenizer(
                 raise UserError(f"{path} is not UTF-8; {_ADVICE}") from None
         value = {"idx2sym": list(words)}
     else:
-        value = TorchFile(path, (HUGGING_FACE_CLASSES | CORPUS_CLASSES).__contains__).value
+        value = TorchFile(path, HUGGING_FACE_CLASSES | CORPUS_CLASSES).value
     return tokenizer_from_object(value, str(path), pre_tokenizer=pre_tokenizer, lowercase=lowercase)
 
 
