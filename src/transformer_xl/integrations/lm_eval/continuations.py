@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel
@@ -140,45 +140,25 @@ def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, 
 def _score(
     reader: Reader, continuations: list[Continuation], scores: list[ContinuationScore], stride: int | None
 ) -> None:
-    """Read what is left of each continuation, and add up the losses of its tokens."""
+    """Read what is left of each continuation, and add the losses of its tokens to its score."""
     texts = [[*continuation.context_ids, *continuation.token_ids] for continuation in continuations]
-    starts = [len(continuation.context_ids) for continuation in continuations]  # of the tokens that are scored
-    if reader.last_hidden_B1D is not None:
-        _add_losses(reader, reader.last_hidden_B1D, [min(1, count) for count in reader.num_read], texts, starts, scores)
     rest = [text[count:-1] for text, count in zip(texts, reader.num_read, strict=True)]
-    for hidden_BTD, lengths in reader.read(rest, stride=stride):
-        _add_losses(reader, hidden_BTD, lengths, texts, starts, scores)
-
-
-def _add_losses(
-    reader: Reader,
-    hidden_BTD: Tensor,
-    lengths: list[int],
-    texts: list[list[int]],
-    starts: list[int],
-    scores: list[ContinuationScore],
-) -> None:
-    """Add the losses of the tokens that the last hidden states of each row predict, and that are to be scored.
-
-    Args:
-        reader: the rows, after the step.
-        hidden_BTD: hidden states of the last step.
-        lengths: number of hidden states of each row that belong to tokens: the last ones.
-        texts: all tokens of each row.
-        starts: the position in its text of each row's first token to score.
-        scores: to which the losses are added.
-    """
-    num_new = hidden_BTD.shape[1]
-    targets_BT, is_scored_BT = torch.zeros(2, len(texts), num_new, dtype=torch.int64)
-    for row, (text, start, length, end) in enumerate(zip(texts, starts, lengths, reader.num_read, strict=True)):
-        if length:  # the last hidden state is of token `end - 1` and predicts token `end`
-            targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
-            first = max(end - length + 1, start)  # the first token that is scored
-            is_scored_BT[row, num_new - (end + 1 - first) :] = 1
-    nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
-    best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
-    nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
-    differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
-    for score, nats, differs in zip(scores, nats_B, differs_B, strict=True):
-        score.nats += nats
-        score.is_greedy = score.is_greedy and not differs
+    # hidden states of a step, and how many of each row belong to tokens: the last ones
+    steps = reader.read(rest, stride=stride)
+    if reader.last_hidden_B1D is not None:
+        steps = chain([(reader.last_hidden_B1D, [min(1, count) for count in reader.num_read])], steps)
+    for hidden_BTD, lengths in steps:
+        num_new = hidden_BTD.shape[1]
+        targets_BT, is_scored_BT = torch.zeros(2, len(texts), num_new, dtype=torch.int64)
+        for row, (text, length, end) in enumerate(zip(texts, lengths, reader.num_read, strict=True)):
+            if length:  # the last hidden state is of token `end - 1` and predicts token `end`
+                targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
+                first = max(end - length + 1, len(continuations[row].context_ids))  # the first token that is scored
+                is_scored_BT[row, num_new - (end + 1 - first) :] = 1
+        nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
+        best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
+        nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
+        differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
+        for score, nats, differs in zip(scores, nats_B, differs_B, strict=True):
+            score.nats += nats
+            score.is_greedy = score.is_greedy and not differs
