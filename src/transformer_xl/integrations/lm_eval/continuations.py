@@ -66,13 +66,17 @@ def score_continuations(
     for index, continuation in enumerate(continuations):
         assert continuation.context_ids
         assert continuation.token_ids
-        groups.setdefault(_shared(model, continuation, plan), []).append(index)
+        shared_ids = continuation.context_ids
+        if model.config.attends_empty_slots:  # slots for a part of a segment would be attended while they are empty
+            shared_ids = shared_ids[: len(shared_ids) // plan.segment_length * plan.segment_length]
+        groups.setdefault(shared_ids, []).append(index)
     contexts = sorted(groups, key=len, reverse=True)  # batch rows of similar length
     # without memory, a model that cannot limit what each token sees reads one at a time
     stride = None if plan.context_limits.memory_length or model.limits_visible else 1
     begin = 0
     while begin < len(contexts):
-        longest = max(_length(continuations[index]) for context in contexts[begin:] for index in groups[context])
+        left = [continuations[index] for context in contexts[begin:] for index in groups[context]]
+        longest = max(len(continuation.context_ids) + len(continuation.token_ids) for continuation in left)
         num_slots = min(plan.context_limits.memory_length + plan.segment_length - 1, longest)
         batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + plan.segment_length))
         batch = contexts[begin : begin + batch_size]
@@ -92,19 +96,6 @@ def score_continuations(
             )
             progress(len(part))
     return scores
-
-
-def _shared(model: InferenceModel, continuation: Continuation, plan: EvaluationPlan) -> tuple[int, ...]:
-    """Return the tokens that are read once for all continuations with the same context."""
-    context_ids = continuation.context_ids
-    if model.config.attends_empty_slots:
-        # slots for the tokens of a segment would be attended while they are empty: only whole segments are shared
-        return context_ids[: len(context_ids) // plan.segment_length * plan.segment_length]
-    return context_ids
-
-
-def _length(continuation: Continuation) -> int:
-    return len(continuation.context_ids) + len(continuation.token_ids)
 
 
 def _begin(model: InferenceModel, plan: EvaluationPlan, num_rows: int, longest: int) -> Reader:
