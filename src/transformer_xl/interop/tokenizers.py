@@ -56,52 +56,24 @@ CORPUS_CLASSES = frozenset(
 """Classes and functions that a pickled vocabulary or corpus of the authors' or NVIDIA's code may refer to."""
 
 
-def tokenizer_from_words(
-    words: Sequence[object], source: str, *, lowercase: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
-) -> Tokenizer:
-    """Create a tokenizer with these words, in this order.
-
-    The result is a char tokenizer if all words are single characters with `_` for the space, as in the data set text8,
-    otherwise a word tokenizer.
-
-    Args:
-        words: all words, special tokens included.
-        source: file that the words come from, for error messages.
-        lowercase: whether the tokenizer lowercases text.
-        pre_tokenizer: how the tokenizer splits text into words (see `PreTokenizer`).
-
-    Raises:
-        UserError: `words` are not strings without whitespace, or a word occurs twice.
-    """
-    characters = [" " if word == "_" else word for word in words]
-    if "_" in words and all(isinstance(character, str) and len(character) == 1 for character in characters):
-        text = "".join(map(str, characters))
-        if len(set(text)) == len(text):
-            return CharTokenizer(text, byte_fallback=False)  # other characters cannot be encoded
-    try:
-        checked = check_words(list(words))
-    except ValueError as error:
-        raise UserError(f"{source}: {error}; {_ADVICE}") from None
-    eos = next((word for word in _EOS_TOKENS if word in checked), None)
-    unk = next((word for word in _UNK_TOKENS if word in checked), None)
-    return WordTokenizer(checked, eos_token=eos, unk_token=unk, pre_tokenizer=PreTokenizer(pre_tokenizer, lowercase))
-
-
 def tokenizer_from_object(
     value: object, source: str, *, pre_tokenizer: PreTokenizerName = "whitespace", lowercase: bool | None = None
 ) -> Tokenizer:
-    """Create a tokenizer from an unpickled object.
+    """Create a tokenizer from an unpickled object: one with its words, in their order.
+
+    The result is a char tokenizer if all words are single characters with `_` for the space, as in the data set text8,
+    otherwise a word tokenizer.
 
     Args:
         value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or a dictionary
             of attributes, as TransfoXLTokenizer pickles itself. Its attribute `idx2sym` is the list of words, or
             `sym2idx` the id of each.
         source: file that the object comes from, for error messages.
-        pre_tokenizer: how the tokenizer splits text into words.
+        pre_tokenizer: how the tokenizer splits text into words (see `PreTokenizer`).
         lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.
 
     Raises:
-        UserError: the object has no valid list of words.
+        UserError: the object has no list of words, or they are not strings without whitespace, or one occurs twice.
     """
     if isinstance(value, PickledObject) and "vocab" in value.attributes:
         value = value.attributes["vocab"]
@@ -115,9 +87,19 @@ def tokenizer_from_object(
         raise UserError(f"{source} holds no words (idx2sym or sym2idx); give --tokenizer RUN, or the right file")
     if len(words) > _MAX_WORDS:
         raise UserError(f"{source} has {len(words):,} words; a model with {_MAX_WORDS:,} at most can be converted")
+    characters = [" " if word == "_" else word for word in words]
+    are_characters = all(isinstance(character, str) and len(character) == 1 for character in characters)
+    if "_" in words and are_characters and len(set(characters)) == len(characters):
+        return CharTokenizer("".join(characters), byte_fallback=False)  # other characters cannot be encoded
+    try:
+        checked = check_words(list(words))
+    except ValueError as error:
+        raise UserError(f"{source}: {error}; {_ADVICE}") from None
+    eos = next((word for word in _EOS_TOKENS if word in checked), None)
+    unk = next((word for word in _UNK_TOKENS if word in checked), None)
     if lowercase is None:
         lowercase = attributes.get("lower_case") is True
-    return tokenizer_from_words(words, source, lowercase=lowercase, pre_tokenizer=pre_tokenizer)
+    return WordTokenizer(checked, eos_token=eos, unk_token=unk, pre_tokenizer=PreTokenizer(pre_tokenizer, lowercase))
 
 
 def read_tokenizer(
