@@ -89,7 +89,7 @@ def read_settings(values: Mapping[str, Any], source: str) -> tuple[TransformerXL
     """
     settings = SourceConfig({**_DEFAULTS, **values}, source)
     # TransfoXLConfig derives tie_projs (a flag for each cluster) from this setting
-    shared = settings.get_bool("proj_share_all_but_first", default=True)
+    shared = settings.get("proj_share_all_but_first", True)
     tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
     settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, source)
     return settings.model_config(attend_empty_memory=True), settings.lengths()

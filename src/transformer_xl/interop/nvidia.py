@@ -54,7 +54,7 @@ def read(path: Path) -> ImportedModel:
     train = settings.lengths()
     arguments = checkpoint.get("args")
     evaluation = SourceConfig(arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file))
-    segment = evaluation.get_int("eval_tgt_len", train["segment_length"])
+    segment = evaluation.get("eval_tgt_len", train["segment_length"])
     # a model without memory is also evaluated without one
     memory = max(0, train["memory_length"] + train["segment_length"] - segment) if train["memory_length"] else 0
     window = settings.attention_window(memory, extra_keys=_EXTRA_KEYS)
