@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -68,22 +68,19 @@ class _Entry:
     """Whether the tensor is stored in several parts (slices)."""
 
 
-@dataclass(frozen=True)
 class TensorBundle:
     """A checkpoint: the names and shapes of its tensors, and each tensor on request."""
 
-    prefix: Path
-    """Common prefix of the files' paths, such as `model.ckpt-0`."""
-    _entries: dict[str, _Entry] = field(repr=False)
-    _num_shards: int = field(repr=False)
-
-    @classmethod
-    def open(cls, prefix: Path) -> TensorBundle:
+    def __init__(self, prefix: Path) -> None:
         """Read the index only.
+
+        Args:
+            prefix: common prefix of the files' paths, such as `model.ckpt-0`.
 
         Raises:
             UserError: the index is missing, damaged, or of a format that is not supported.
         """
+        self.prefix = prefix
         path = prefix.with_name(prefix.name + ".index")
         with as_user_error(f"reading {path}"):
             if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -96,10 +93,10 @@ class TensorBundle:
             header = _message(values.pop(b"", b""))
             if _integer(header, 2):
                 raise UserError(f"{path}: written on a big-endian machine; save it again on a little-endian one")
-            entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
+            self._entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
+            self._num_shards = _integer(header, 1)
         except (_DamagedError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: damaged or not a TensorFlow checkpoint ({error}); {_ADVICE}") from None
-        return cls(prefix, entries, _integer(header, 1))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
