@@ -71,17 +71,25 @@ def score_continuations(
             shared_ids = shared_ids[: len(shared_ids) // plan.segment_length * plan.segment_length]
         groups.setdefault(shared_ids, []).append(index)
     contexts = sorted(groups, key=len, reverse=True)  # batch rows of similar length
+    limits, segment_length = plan.context_limits, plan.segment_length
     # without memory, a model that cannot limit what each token sees reads one at a time
-    stride = None if plan.context_limits.memory_length or model.limits_visible else 1
+    stride = None if limits.memory_length or model.limits_visible else 1
     begin = 0
     while begin < len(contexts):
         left = [continuations[index] for context in contexts[begin:] for index in groups[context]]
         longest = max(len(continuation.context_ids) + len(continuation.token_ids) for continuation in left)
-        num_slots = min(plan.context_limits.memory_length + plan.segment_length - 1, longest)
-        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + plan.segment_length))
+        num_slots = min(limits.memory_length + segment_length - 1, longest)
+        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + segment_length))
         batch = contexts[begin : begin + batch_size]
         begin += len(batch)
-        reader = _begin(model, plan, len(batch), longest)
+        if limits.memory_length:
+            _require_memory(model, plan, len(batch), num_slots)
+            reader = Reader.begin(
+                model, len(batch), limits, segment_length=segment_length, partial=True, max_tokens=longest
+            )
+        else:  # each token sees as many as fit a segment, whatever its position
+            memory = empty_memory(model, plan, len(batch))
+            reader = Reader(model, memory, segment_length=1 if model.limits_visible else segment_length)
         for _ in reader.read(batch):
             pass
         # the row of its context, and the index, of each continuation of these contexts
@@ -96,16 +104,6 @@ def score_continuations(
             )
             progress(len(part))
     return scores
-
-
-def _begin(model: InferenceModel, plan: EvaluationPlan, num_rows: int, longest: int) -> Reader:
-    """Return batch rows that have read nothing, for texts of at most `longest` tokens."""
-    limits, segment_length = plan.context_limits, plan.segment_length
-    if not limits.memory_length:  # each token sees as many as fit a segment, whatever its position
-        memory = empty_memory(model, plan, num_rows)
-        return Reader(model, memory, segment_length=1 if model.limits_visible else segment_length)
-    _require_memory(model, plan, num_rows, min(limits.memory_length + segment_length - 1, longest))
-    return Reader.begin(model, num_rows, limits, segment_length=segment_length, partial=True, max_tokens=longest)
 
 
 def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> Memory:
