@@ -14,8 +14,7 @@ import re
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SourceConfig
+from transformer_xl.interop.source_config import ImportedModel, SourceConfig
 from transformer_xl.interop.tokenizers import CORPUS_CLASSES, first_existing, tokenizer_from_object
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SourceConfig
+from transformer_xl.interop.source_config import ImportedModel, SourceConfig
 from transformer_xl.interop.tokenizers import first_existing, read_tokenizer
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject

@@ -1,5 +1,6 @@
-"""Settings of another program's checkpoint: type-checked access, and their translation to this package's settings.
+"""What is read from another program's checkpoint: its settings, and the model in this package's names.
 
+`SourceConfig` checks the type of each setting when it is used, and translates them to this package's settings.
 The readers huggingface.py, official.py and nvidia.py collect a checkpoint's settings under the names of Hugging Face's
 config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same or nearly so. Some need explanation:
 
@@ -19,7 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
+from transformer_xl.text.tokenizers import Tokenizer
 
 _MAX_LAYERS, _MAX_CUTOFFS = 1000, 100
 
@@ -162,6 +166,24 @@ class SourceConfig:
 
     def _error(self, name: str, value: object, expected: str) -> UserError:
         return UserError(f"{self.source}: {name} is {format_value(value)}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A model of another program: settings, weights and tokenizer in this package's names."""
+
+    model: dict[str, Any]
+    """Settings of TransformerXLConfig."""
+    train: dict[str, Any]
+    """segment_length and memory_length of TrainConfig, if known."""
+    evaluation: dict[str, Any]
+    """segment_length, memory_length, attention_window and clamp_length of EvaluationConfig, if known."""
+    weights: dict[str, Tensor]
+    """Tensors by the names of TransformerXL.state_dict()."""
+    tokenizer: Tokenizer | None
+    """The tokenizer, or None if the checkpoint has none and the user has to pass one."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about what was left out or deliberately differs."""
 
 
 def check_counts(source: str, *, n_layers: int, num_cutoffs: int) -> None:

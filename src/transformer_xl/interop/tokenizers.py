@@ -16,7 +16,7 @@ import torch
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, read_bytes
-from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import ImportedModel
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
