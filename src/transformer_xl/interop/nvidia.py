@@ -40,7 +40,7 @@ def read(path: Path) -> ImportedModel:
         UserError: the file is damaged, is not a checkpoint of NVIDIA's code, names a class that is not allowed, or
             cannot be expressed in this package.
     """
-    file = (first_existing(path, _FILES) or path) if path.is_dir() else path
+    file = first_existing(path, _FILES) or path
     content = TorchFile(file, ALLOWED_CLASSES)
     checkpoint = content.value if isinstance(content.value, dict) else {}
     weights, values = checkpoint.get("model_state"), checkpoint.get("model_config")

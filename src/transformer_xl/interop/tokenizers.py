@@ -7,7 +7,7 @@ because the order of words with equal counts depends on details of the program t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,12 +179,13 @@ def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | Non
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     value_of_word = {str(value): value for value in range(256)}
-    if not words or imported.model.get("cutoffs") or not all(word in value_of_word for word in words):
-        return imported
-    if not isinstance(requested, ByteTokenizer | None):
+    are_numbers = words and all(word in value_of_word for word in words)
+    if not are_numbers or imported.model.get("cutoffs") or not isinstance(requested, ByteTokenizer | None):
         return imported
     values = [value_of_word[word] for word in words]
-    if requested is None and not _are_bytes_of_enwik8(values):
+    # the bytes of enwik8 are all those of ASCII text, and none that text lacks
+    are_of_enwik8 = len(values) in _ENWIK8_SIZES and _PRINTABLE_ASCII <= set(values) <= _BYTES_OF_TEXT
+    if requested is None and not are_of_enwik8:
         note = (
             f"its {len(words)} words are numbers and stay words; if they are bytes, as in the authors' enwik8, convert "
             "it with --tokenizer byte"
@@ -205,11 +206,6 @@ def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | Non
         tokenizer=ByteTokenizer(),
         notes=(*imported.notes, note),
     )
-
-
-def _are_bytes_of_enwik8(values: Sequence[int]) -> bool:
-    """Return whether these numbers below 256 must be the bytes of enwik8: all of ASCII text, none that text lacks."""
-    return len(values) in _ENWIK8_SIZES and _PRINTABLE_ASCII <= set(values) <= _BYTES_OF_TEXT
 
 
 def first_existing(folder: Path, names: Iterable[str]) -> Path | None:
