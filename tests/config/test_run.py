@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -76,6 +77,12 @@ def test_recipe_of_ones_own_needs_only_settings(tmp_path: Path) -> None:
     recipe = load_recipe(str(file))
     config = run_settings(merge_recipe(recipe, {}), "own.yaml")
     assert (recipe.corpus, config.train.max_steps, config.train.learning_rate) == ("any", 1000, 1e-3)
+
+
+def test_fine_tuned_run_is_a_recipe_that_names_the_run(tmp_path: Path) -> None:
+    finetune = {"base": "/base", "base_sha256": "0", "base_step": 7}
+    (tmp_path / "config.yaml").write_text(json.dumps({"recipe": None, "finetune": finetune}))
+    assert load_recipe(str(tmp_path)).title == f"settings of the run {tmp_path}"
 
 
 def test_message_on_many_errors_is_bounded(tmp_path: Path) -> None:

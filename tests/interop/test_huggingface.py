@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop import huggingface
 from transformer_xl.interop.convert import convert
-from transformer_xl.interop.tokenizers import tokenizer_from_words, words_of
+from transformer_xl.interop.tokenizers import tokenizer_from_object, words_of
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -46,7 +46,8 @@ def make_run(
     config = run_settings({"model": model, "train": {"memory_length": 9}, "evaluation": evaluation or {}}, "test")
     torch.manual_seed(3)
     weights = build_model(config.model).state_dict()
-    RunFolder.create(path, config, tokenizer or tokenizer_from_words(WORDS, source="", pre_tokenizer="moses"), weights)
+    moses = tokenizer_from_object({"idx2sym": WORDS}, "", pre_tokenizer="moses")
+    RunFolder.create(path, config, tokenizer or moses, weights)
     return load(path, device="cpu")
 
 
@@ -179,7 +180,7 @@ def test_evaluation_lengths_are_exported(
     ],
 )
 def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], note: str | None, tmp_path: Path) -> None:
-    make_run(tmp_path / "run", tokenizer=tokenizer_from_words(words, source="test", **settings))
+    make_run(tmp_path / "run", tokenizer=tokenizer_from_object({"idx2sym": words}, "test", **settings))
     values = exported_values(tmp_path / "run", "tokenizer_config.json", note)
     lower_case = settings.get("lowercase", False)
     assert values == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}

@@ -52,7 +52,7 @@ def test_checksum_with_the_maximum_number_of_lanes() -> None:
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
 def test_tensors_equal_those_that_tensorflow_wrote(folder: Path) -> None:
-    bundle = TensorBundle.open(folder / "model.ckpt-17")
+    bundle = TensorBundle(folder / "model.ckpt-17")
     sums = json.loads((folder / "expected.json").read_text())["sums"]  # the sum of each tensor's elements, by name
     assert bundle.shapes.keys() == sums.keys()
     for name, total in sums.items():
@@ -132,7 +132,7 @@ def table_with(name: bytes, value: bytes) -> bytes:
 def test_table_of_several_blocks(tmp_path: Path) -> None:
     first = block([HEADER, (b"layer", entry((2, 3), 24)), (b"layer/x", entry((), 4))])
     prefix = write_bundle(tmp_path, table(first, block([(b"other", entry((0, 5), 0))])))
-    bundle = TensorBundle.open(prefix)
+    bundle = TensorBundle(prefix)
     assert bundle.shapes == {"layer": (2, 3), "layer/x": (), "other": (0, 5)}
     assert bundle.tensor("other").shape == (0, 5)
 
@@ -161,7 +161,7 @@ def test_table_of_several_blocks(tmp_path: Path) -> None:
 )
 def test_wrong_index_is_refused(index: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"a\.index: .*{message}"):
-        TensorBundle.open(write_bundle(tmp_path, index))
+        TensorBundle(write_bundle(tmp_path, index))
 
 
 @pytest.mark.parametrize(
@@ -177,23 +177,23 @@ def test_wrong_index_is_refused(index: bytes, message: str, tmp_path: Path) -> N
     ],
 )
 def test_wrong_tensor_is_refused(value: bytes, message: str, tmp_path: Path) -> None:
-    bundle = TensorBundle.open(write_bundle(tmp_path, table_with(b"x", value)))
+    bundle = TensorBundle(write_bundle(tmp_path, table_with(b"x", value)))
     with pytest.raises(UserError, match=message):
         bundle.tensor("x")
 
 
 def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write_bundle(tmp_path, table(block([HEADER, *((bytes([name]), b"") for name in range(1, 9))])))
-    assert len(TensorBundle.open(prefix).shapes) == 8
+    assert len(TensorBundle(prefix).shapes) == 8
     monkeypatch.setattr(tensor_bundle, "_MAX_ENTRIES", 8)
     with pytest.raises(UserError, match=r"a\.index: .*too many entries"):
-        TensorBundle.open(prefix)
+        TensorBundle(prefix)
 
 
 def test_tensors_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
     """Each tensor is copied and its checksum computed, so a small file could take any time and memory."""
     values = block([HEADER, (b"x", entry((8,), 32)), (b"y", entry((8,), 32)), (b"z", entry((1,), 4))])
-    bundle = TensorBundle.open(write_bundle(tmp_path, table(values)))
+    bundle = TensorBundle(write_bundle(tmp_path, table(values)))
     bundle.check_data(["x", "y"])
     with pytest.raises(UserError, match=r"a: tensors of 68 bytes in data of 64 bytes; copy it again"):
         bundle.check_data(["x", "y", "z"])
@@ -211,7 +211,7 @@ def test_random_index_gives_user_error_or_tensors(
 ) -> None:
     for index in (table(entries + struct.pack("<II", 0, 1)), table_with(b"x", value)):
         with suppress(UserError):
-            read_all(TensorBundle.open(write_bundle(tmp_path_factory.getbasetemp(), index)))
+            read_all(TensorBundle(write_bundle(tmp_path_factory.getbasetemp(), index)))
 
 
 def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
@@ -219,18 +219,18 @@ def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
     for file in (GOLDEN / "bytes").glob("model.ckpt-17.*"):
         shutil.copy(file, tmp_path)
     prefix, path = tmp_path / "model.ckpt-17", tmp_path / "model.ckpt-17.index"
-    content, intact = path.read_bytes(), TensorBundle.open(prefix)
+    content, intact = path.read_bytes(), TensorBundle(prefix)
     # The footer has 48 bytes, the last 8 of which are a magic number. The others are not tested, because they contain
     # padding, whose value does not matter.
     footer_without_magic_number = range(len(content) - 48, len(content) - 8)
     for position in sorted(set(range(len(content))) - set(footer_without_magic_number)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :])
         with pytest.raises(UserError, match="damaged"):
-            TensorBundle.open(prefix)
+            TensorBundle(prefix)
     for length in range(0, len(content), 7):  # truncated
         path.write_bytes(content[:length])
         with pytest.raises(UserError, match="damaged"):
-            TensorBundle.open(prefix)
+            TensorBundle(prefix)
 
     path = tmp_path / "model.ckpt-17.data-00000-of-00001"
     content = path.read_bytes()

@@ -23,7 +23,7 @@ from interop.old_modules import old_corpus, old_modules
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.interop import tensorflow
 from transformer_xl.interop.convert import convert
-from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import ImportedModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
@@ -209,7 +209,7 @@ to remove them; and the error."""
 
 @pytest.mark.parametrize(("changes", "message"), OTHER_MODELS)
 def test_other_model_is_refused(changes: Change, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = tensorflow.TensorBundle.open(GOLDEN / "words" / "model.ckpt-17")
+    bundle = tensorflow.TensorBundle(GOLDEN / "words" / "model.ckpt-17")
     tensors = {name: bundle.tensor(name) for name in bundle.shapes}
     folder = with_corpus(tmp_path, "words", "wt103", WORDS)
     for name, shape in changes.items():
@@ -218,7 +218,7 @@ def test_other_model_is_refused(changes: Change, message: str, tmp_path: Path, m
             tensors[f"transformer/{name}"] = np.zeros(shape, np.float32)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     changed_bundle = SimpleNamespace(shapes=shapes, check_data=list, tensor=tensors.__getitem__)
-    monkeypatch.setattr(tensorflow.TensorBundle, "open", lambda prefix: changed_bundle)
+    monkeypatch.setattr(tensorflow, "TensorBundle", lambda prefix: changed_bundle)
     with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()

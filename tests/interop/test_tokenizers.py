@@ -15,8 +15,8 @@ from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
 from transformer_xl.interop import tokenizers
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.tokenizers import bytes_from_decimal_words, read_tokenizer, tokenizer_from_words, words_of
+from transformer_xl.interop.source_config import ImportedModel
+from transformer_xl.interop.tokenizers import bytes_from_decimal_words, read_tokenizer, tokenizer_from_object, words_of
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -73,13 +73,13 @@ def check_words(file: Path) -> None:
 
 def test_words_of_a_tokenizer_are_those_it_was_created_from() -> None:
     """Single characters with `_` for the space, as in text8, make a char tokenizer; without `_` they are words."""
-    assert words_of(tokenizer_from_words(WORDS, source="x")) == tuple(WORDS)
-    characters = tokenizer_from_words(["_", "e", "t"], source="x")
+    assert words_of(tokenizer_from_object({"idx2sym": WORDS}, "x")) == tuple(WORDS)
+    characters = tokenizer_from_object({"idx2sym": ["_", "e", "t"]}, "x")
     assert isinstance(characters, CharTokenizer)
     assert characters.characters == " et"
     assert words_of(characters) == ("_", "e", "t")
     assert words_of(ByteTokenizer()) is None  # it has no words
-    assert isinstance(tokenizer_from_words(["a", "e", "t"], source="x"), WordTokenizer)
+    assert isinstance(tokenizer_from_object({"idx2sym": ["a", "e", "t"]}, "x"), WordTokenizer)
 
 
 def test_number_of_words_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +104,8 @@ def test_line_of_any_length_has_one_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])
 def test_invalid_words_are_refused(words: list[Any]) -> None:
     """Words that are not text, occur twice, are empty or contain a space; `_` and a space would both be the space."""
-    with pytest.raises(UserError, match=r"^some.json: .*get it again"):
-        tokenizer_from_words(words, source="some.json")
+    with pytest.raises(UserError, match=r"^some.json( holds no words|: .*get it again)"):
+        tokenizer_from_object({"idx2sym": words}, "some.json")
 
 
 # the 204 bytes of the authors' enwik8: those of UTF-8 text without newline and control characters, less eight
@@ -132,7 +132,7 @@ def test_decimal_byte_values_without_cutoffs_become_bytes(
 ) -> None:
     """A vocabulary of byte values (0 to 255) in decimal becomes a byte tokenizer where the user says so or it is the
     authors' for enwik8, and the embedding of each word moves to the row of its byte."""
-    table, tokenizer = torch.randn(len(words), 2), tokenizer_from_words(words, source="x")
+    table, tokenizer = torch.randn(len(words), 2), tokenizer_from_object({"idx2sym": words}, "x")
     model = {"vocab_size": len(words), "cutoffs": cutoffs}
     imported = ImportedModel(model, train={}, evaluation={}, weights={"embedding.tables.0": table}, tokenizer=tokenizer)
     converted = bytes_from_decimal_words(imported, ByteTokenizer() if is_bytes else None)

@@ -37,7 +37,7 @@ def saved(path: Path, value: Any, *, is_archive: bool = True) -> Path:
 
 def opened(path: Path) -> TorchFile:
     """Open a file whose pickle may name no classes besides those of tensors."""
-    return TorchFile(path, lambda _: False)
+    return TorchFile(path)
 
 
 @both_forms

@@ -28,7 +28,6 @@ from transformer_xl.config.model import (
 from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
 from transformer_xl.config.run import (
     DEFAULT_RECIPE as DEFAULT_RECIPE,
-    CorpusReference as CorpusReference,
     FinetuneConfig as FinetuneConfig,
     LoraConfig as LoraConfig,
     Recipe as Recipe,

@@ -338,8 +338,8 @@ def load_recipe(name: str) -> Recipe:
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})
         if run.finetune is not None:  # a new model needs no more positions than training reads
-            for name in ("max_relative_positions", "max_position_embeddings"):
-                settings["model"].pop(name, None)
+            for setting in ("max_relative_positions", "max_position_embeddings"):
+                settings["model"].pop(setting, None)
         values = {"title": f"settings of the run {name}", "source": name, **settings}
     values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     check_settings(_CheckedRecipe, values, f"recipe {name}")

@@ -183,10 +183,9 @@ def explain(error: ValidationError, flags: str | None = None) -> str:
             for part in item["loc"]
             if isinstance(part, int) or (part not in _UNION_MEMBERS and part.isidentifier())
         ]
-        if isinstance(item["input"], _UnknownSetting):  # its message has the name
-            names, key = names[:-1], ".".join(names)
-        else:
-            key = ".".join(names)
+        key = ".".join(names)
+        if isinstance(item["input"], _UnknownSetting):
+            names.pop()  # its message has the name
         if flags is None:
             setting = ".".join(names)
         else:  # a flag has no name for a part of its value

@@ -37,7 +37,7 @@ from transformer_xl.text.token_store import Tokens, TokenSplit
 
 _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set
 
-ProgressCallback = Callable[[int], None]
+ProgressCallback = Callable[[int], object]
 """Called with the number of tokens processed since the last call."""
 
 

@@ -24,7 +24,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run, check_run
 
 _EXAMPLE_TOKENS = 3  # T in tracing; no number that the graph could take for a constant of the model
@@ -71,16 +71,25 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     check_run(run)
     run.model.check_not_quantized("exported")
     run.model.check_no_adapter("exported")
-    for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
-        if value is not None and not (isinstance(value, int) and value >= 1):
-            raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
     config = run.config.model
     if config.attention_kernel is None:
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
     limits = EvaluationPlan.resolve(run.config, memory_lengths=run.memory_lengths).context_limits
     if memory_length is not None:
         limits = replace(limits, memory_length=memory_length)
-    _check_limits(limits, config.max_vectors)
+    for name, value in (("batch_size", batch_size), ("memory_length", limits.memory_length)):
+        if not (isinstance(value, int) and value >= 1):
+            raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
+    for name, length in (
+        ("attention_window", limits.attention_window),
+        ("clamp_length", limits.clamp_length),
+        ("max_relative_positions", config.max_vectors),
+    ):
+        if length is not None and length > limits.memory_length:
+            raise UserError(
+                f"{name} {length:,} is above memory_length {limits.memory_length:,}, so the graph would depend on the "
+                f"number of new tokens; give memory_length {length:,} or more"
+            )
     # the kernel that branches on no number of tokens
     model = build_model(config.model_copy(update={"attn_implementation": "reference"}), memory_length=0).eval()
     model.load_state_dict(run.model.state_dict())
@@ -93,26 +102,6 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
             ExportableModel(model, empty), (tokens_BT, *tensors.values()), dynamic_shapes=shapes, strict=False
         )
     return Exported(program, tensors)
-
-
-def _check_limits(limits: ContextLimits, max_relative_positions: int | None) -> None:
-    """Check that the graph is the same for every number of new tokens.
-
-    Raises:
-        UserError: the memory is empty, or shorter than another limit or the number of distances with a vector.
-    """
-    if not limits.memory_length:
-        raise UserError("a graph has memory as inputs and outputs; give memory_length 1 or more")
-    for name, length in (
-        ("attention_window", limits.attention_window),
-        ("clamp_length", limits.clamp_length),
-        ("max_relative_positions", max_relative_positions),
-    ):
-        if length is not None and length > limits.memory_length:
-            raise UserError(
-                f"{name} {length:,} is above memory_length {limits.memory_length:,}, so the graph would depend on the "
-                f"number of new tokens; give memory_length {length:,} or more"
-            )
 
 
 def export_onnx(run: Run, path: Path | str, *, batch_size: int = 1, memory_length: int | None = None) -> Path:

@@ -22,7 +22,7 @@ from transformer_xl.config import RunConfig, UserError, check_type, checked_name
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, pretrained, tensorflow
-from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
 from transformer_xl.model.lora import PEFT_CONFIG_FILE

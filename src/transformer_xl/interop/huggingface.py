@@ -19,8 +19,13 @@ from torch import Tensor
 from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop import pretrained
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SHARED_SETTINGS, SourceConfig, format_value, tied_projection_flags
+from transformer_xl.interop.source_config import (
+    SHARED_SETTINGS,
+    ImportedModel,
+    SourceConfig,
+    format_value,
+    tied_projection_flags,
+)
 from transformer_xl.interop.tokenizers import first_existing, read_checkpoint_json, read_tokenizer, words_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
@@ -89,7 +94,7 @@ def read_settings(values: Mapping[str, Any], source: str) -> tuple[TransformerXL
     """
     settings = SourceConfig({**_DEFAULTS, **values}, source)
     # TransfoXLConfig derives tie_projs (a flag for each cluster) from this setting
-    shared = settings.get_bool("proj_share_all_but_first", default=True)
+    shared = settings.get("proj_share_all_but_first", True)
     tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
     settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, source)
     return settings.model_config(attend_empty_memory=True), settings.lengths()
@@ -125,7 +130,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
             weights |= _read_weights(file.parent / shard)
         return weights
     if file.suffix == ".bin":
-        content = TorchFile(file, lambda _: False)  # allows no classes except those of tensors
+        content = TorchFile(file)
         if not isinstance(content.value, dict):
             raise UserError(f"{file} contains no weights by name; get it again")
         return content.tensors(content.value)

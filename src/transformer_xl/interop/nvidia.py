@@ -14,8 +14,7 @@ import re
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SourceConfig
+from transformer_xl.interop.source_config import ImportedModel, SourceConfig
 from transformer_xl.interop.tokenizers import CORPUS_CLASSES, first_existing, tokenizer_from_object
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
@@ -41,8 +40,8 @@ def read(path: Path) -> ImportedModel:
         UserError: the file is damaged, is not a checkpoint of NVIDIA's code, names a class that is not allowed, or
             cannot be expressed in this package.
     """
-    file = (first_existing(path, _FILES) or path) if path.is_dir() else path
-    content = TorchFile(file, ALLOWED_CLASSES.__contains__)
+    file = first_existing(path, _FILES) or path
+    content = TorchFile(file, ALLOWED_CLASSES)
     checkpoint = content.value if isinstance(content.value, dict) else {}
     weights, values = checkpoint.get("model_state"), checkpoint.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):
@@ -54,7 +53,7 @@ def read(path: Path) -> ImportedModel:
     train = settings.lengths()
     arguments = checkpoint.get("args")
     evaluation = SourceConfig(arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file))
-    segment = evaluation.get_int("eval_tgt_len", train["segment_length"])
+    segment = evaluation.get("eval_tgt_len", train["segment_length"])
     # a model without memory is also evaluated without one
     memory = max(0, train["memory_length"] + train["segment_length"] - segment) if train["memory_length"] else 0
     window = settings.attention_window(memory, extra_keys=_EXTRA_KEYS)

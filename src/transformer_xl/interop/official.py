@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import SourceConfig
+from transformer_xl.interop.source_config import ImportedModel, SourceConfig
 from transformer_xl.interop.tokenizers import first_existing, read_tokenizer
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
@@ -63,7 +62,7 @@ def read(path: Path) -> ImportedModel:
     """
     file = path / _MODEL if path.is_dir() else path
     source = str(file)
-    content = TorchFile(file, ALLOWED_CLASSES.__contains__)
+    content = TorchFile(file, ALLOWED_CLASSES)
     model = content.value
     if not isinstance(model, PickledObject) or model.name.rpartition(".")[2] != _CLASS:
         what = model.name if isinstance(model, PickledObject) else type(model).__name__
@@ -87,12 +86,6 @@ def read(path: Path) -> ImportedModel:
     )
 
 
-def _dictionary(module: PickledObject, name: str) -> dict[str, Any]:
-    """Return an attribute that is a dictionary, such as torch's `_parameters` and `_modules`; else an empty one."""
-    value = module.attributes.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def _modules(model: PickledObject, source: str) -> Iterator[tuple[str, PickledObject]]:
     """Yield the name and the module of every submodule; the model itself comes first, with an empty name."""
     found = [("", model)]
@@ -111,7 +104,8 @@ def _entries(modules: Iterable[tuple[str, PickledObject]], attribute: str, sourc
     """
     count = 0
     for prefix, module in modules:
-        for name, value in _dictionary(module, attribute).items():
+        entries = module.attributes.get(attribute)
+        for name, value in entries.items() if isinstance(entries, dict) else ():
             count += 1
             full_name = f"{prefix}.{name}".lstrip(".")
             if count > _MAX_ENTRIES or len(full_name) > _MAX_NAME_LENGTH:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import ARCHITECTURES, ModelConfig, RunConfig, UserError, check_settings, run_settings
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import atomic_folder, write_text
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import check_counts, format_value
+from transformer_xl.interop.source_config import ImportedModel, check_counts, format_value
 from transformer_xl.interop.tokenizers import read_checkpoint_json
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
@@ -82,15 +82,11 @@ def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> di
     """
     plan = EvaluationPlan.resolve(config, memory_lengths=memory_lengths)
     plan.refuse_extended_context("a model in transformers")
-    limits = plan.context_limits
     values = config.model.model_dump(mode="json")
     values = {theirs: values[ours] for ours, theirs in setting_names(config.model.architecture).items()}
     values |= {name: getattr(config.train, name) for name in _LENGTHS}
     values["evaluation_segment_length"] = plan.segment_length
-    values["evaluation_memory_length"] = limits.memory_length
-    values["evaluation_attention_window"] = limits.attention_window
-    values["evaluation_clamp_length"] = limits.clamp_length
-    return values
+    return values | {f"evaluation_{name}": value for name, value in asdict(plan.context_limits).items()}
 
 
 def model_settings(values: Mapping[str, Any], source: str) -> ModelConfig:

@@ -1,5 +1,6 @@
-"""Settings of another program's checkpoint: type-checked access, and their translation to this package's settings.
+"""What is read from another program's checkpoint: its settings, and the model in this package's names.
 
+`SourceConfig` checks the type of each setting when it is used, and translates them to this package's settings.
 The readers huggingface.py, official.py and nvidia.py collect a checkpoint's settings under the names of Hugging Face's
 config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same or nearly so. Some need explanation:
 
@@ -19,7 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
+from transformer_xl.text.tokenizers import Tokenizer
 
 _MAX_LAYERS, _MAX_CUTOFFS = 1000, 100
 
@@ -63,13 +67,13 @@ class SourceConfig:
     source: str
     """Path of the file that contains them, for messages."""
 
-    def get_int(self, name: str, default: int | None = None) -> int:
-        """Return an integer."""
+    def get(self, name: str, default: float | None = None) -> Any:
+        """Return a setting of the type of its default (an integer, a number, true or false); an integer without one."""
+        if isinstance(default, bool):
+            return self._get(name, default, "true or false", bool)
+        if isinstance(default, float):
+            return float(self._get(name, default, "a number", int, float))
         return self._get(name, default, "an integer", int)
-
-    def get_bool(self, name: str, *, default: bool) -> bool:
-        """Return a boolean."""
-        return self._get(name, default, "true or false", bool)
 
     def get_ints(self, name: str) -> tuple[int, ...]:
         """Return a list of integers, empty if it is missing."""
@@ -88,7 +92,7 @@ class SourceConfig:
         Raises:
             UserError: `same_length` leaves no key.
         """
-        if not self.get_bool("same_length", default=False):
+        if not self.get("same_length", False):
             return None
         if memory_length + extra_keys < 1:
             raise UserError(f"{self.source}: same_length with mem_len {memory_length} leaves no key to attend to")
@@ -105,7 +109,7 @@ class SourceConfig:
             ("ext_len", (0,), "0, no extended context"),
             ("sample_softmax", (-1, 0), "-1, the full softmax"),
         ):
-            value = self.get_int(name, supported[0])
+            value = self.get(name, supported[0])
             if value not in supported:
                 raise UserError(f"{self.source}: {name} {value} cannot be converted; only {meaning}, can")
 
@@ -120,26 +124,26 @@ class SourceConfig:
             UserError: a setting has the wrong type or value, or cannot be expressed in this package.
         """
         self.check_supported()
-        cutoffs, clamp_length = self.get_ints("cutoffs"), self.get_int("clamp_len", -1)
-        check_counts(self.source, n_layers=self.get_int("n_layer"), num_cutoffs=len(cutoffs))
-        values = {ours: self._get_like(theirs, default) for theirs, (ours, default) in SHARED_SETTINGS.items()}
-        d_embed = self.get_int("d_embed", values["d_model"])
+        cutoffs, clamp_length = self.get_ints("cutoffs"), self.get("clamp_len", -1)
+        check_counts(self.source, n_layers=self.get("n_layer"), num_cutoffs=len(cutoffs))
+        values = {ours: self.get(theirs, default) for theirs, (ours, default) in SHARED_SETTINGS.items()}
+        d_embed = self.get("d_embed", values["d_model"])
         is_projected = values["div_val"] > 1 or d_embed != values["d_model"]
         values |= {
             "final_norm": False,
             "d_embed": d_embed,
             "cutoffs": cutoffs,
             "tie_projections": self._tied_projections(len(cutoffs) + 1) if is_projected else "all",
-            "tie_attention_biases": not self.get_bool("untie_r", default=False),
+            "tie_attention_biases": not self.get("untie_r", False),
             "attend_empty_memory": attend_empty_memory,
-            "attention_window": self.attention_window(self.get_int("mem_len"), extra_keys=extra_keys),
+            "attention_window": self.attention_window(self.get("mem_len"), extra_keys=extra_keys),
             "clamp_length": clamp_length if clamp_length > 0 else None,
         }
         return check_settings(TransformerXLConfig, values, self.source)
 
     def lengths(self) -> dict[str, int]:
         """Return the settings of TrainConfig for the lengths of a segment and of the memory, in tokens."""
-        return {"segment_length": self.get_int("tgt_len"), "memory_length": self.get_int("mem_len")}
+        return {"segment_length": self.get("tgt_len"), "memory_length": self.get("mem_len")}
 
     def _tied_projections(self, num_clusters: int) -> str:
         """Return the value of our setting `tie_projections`; flags missing at the end of `tie_projs` are false."""
@@ -152,14 +156,6 @@ class SourceConfig:
             f"{self.source}: tie_projs {format_value(value)} cannot be expressed; only all, all but the first, or none"
         )
 
-    def _get_like(self, name: str, default: float | None) -> Any:
-        """Return a setting of the type of its default; an integer if it has none."""
-        if isinstance(default, bool):
-            return self.get_bool(name, default=default)
-        if isinstance(default, float):
-            return float(self._get(name, default, "a number", int, float))
-        return self.get_int(name, default)
-
     def _get(self, name: str, default: object, expected: str, *types: type) -> Any:
         """Return a setting of one of these types, or the default if it is missing or None."""
         value = self.values.get(name)
@@ -170,6 +166,24 @@ class SourceConfig:
 
     def _error(self, name: str, value: object, expected: str) -> UserError:
         return UserError(f"{self.source}: {name} is {format_value(value)}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A model of another program: settings, weights and tokenizer in this package's names."""
+
+    model: dict[str, Any]
+    """Settings of TransformerXLConfig."""
+    train: dict[str, Any]
+    """segment_length and memory_length of TrainConfig, if known."""
+    evaluation: dict[str, Any]
+    """segment_length, memory_length, attention_window and clamp_length of EvaluationConfig, if known."""
+    weights: dict[str, Tensor]
+    """Tensors by the names of TransformerXL.state_dict()."""
+    tokenizer: Tokenizer | None
+    """The tokenizer, or None if the checkpoint has none and the user has to pass one."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about what was left out or deliberately differs."""
 
 
 def check_counts(source: str, *, n_layers: int, num_cutoffs: int) -> None:

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,7 @@ from transformer_xl.files import as_user_error
 
 Array: TypeAlias = npt.NDArray[np.generic]
 _Uint32s: TypeAlias = npt.NDArray[np.uint32]
-_Fields: TypeAlias = dict[int, list[int | bytes]]
-_FieldType = TypeVar("_FieldType", int, bytes)
+_Fields: TypeAlias = dict[int, list[Any]]
 
 _FOOTER_SIZE, _MAGIC = 48, 0xDB4775248B80FB57  # the magic number is the last 8 bytes of a table
 _TRAILER_SIZE = 5  # after each block: one byte for its compression, and its checksum
@@ -70,22 +68,19 @@ class _Entry:
     """Whether the tensor is stored in several parts (slices)."""
 
 
-@dataclass(frozen=True)
 class TensorBundle:
     """A checkpoint: the names and shapes of its tensors, and each tensor on request."""
 
-    prefix: Path
-    """Common prefix of the files' paths, such as `model.ckpt-0`."""
-    _entries: dict[str, _Entry] = field(repr=False)
-    _num_shards: int = field(repr=False)
-
-    @classmethod
-    def open(cls, prefix: Path) -> TensorBundle:
+    def __init__(self, prefix: Path) -> None:
         """Read the index only.
+
+        Args:
+            prefix: common prefix of the files' paths, such as `model.ckpt-0`.
 
         Raises:
             UserError: the index is missing, damaged, or of a format that is not supported.
         """
+        self.prefix = prefix
         path = prefix.with_name(prefix.name + ".index")
         with as_user_error(f"reading {path}"):
             if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -98,10 +93,10 @@ class TensorBundle:
             header = _message(values.pop(b"", b""))
             if _integer(header, 2):
                 raise UserError(f"{path}: written on a big-endian machine; save it again on a little-endian one")
-            entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
+            self._entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
+            self._num_shards = _integer(header, 1)
         except (_DamagedError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: damaged or not a TensorFlow checkpoint ({error}); {_ADVICE}") from None
-        return cls(prefix, entries, _integer(header, 1))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -218,7 +213,6 @@ def _message(content: bytes) -> _Fields:
     position = 0
     while position < len(content):
         position, key = _varint(content, position)
-        value: int | bytes
         match key & 7:  # the wire type: how the value is encoded; the other bits are the number of the field
             case 0:  # an integer
                 position, value = _varint(content, position)
@@ -250,11 +244,11 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
     raise _DamagedError("an integer is too long")
 
 
-def _values(fields: _Fields, number: int, field_type: type[_FieldType]) -> list[_FieldType]:
+def _values(fields: _Fields, number: int, field_type: type[int | bytes]) -> list[Any]:
     """Return all values of a field, which must be of one type."""
     values = fields.get(number, [])
     _check(all(isinstance(value, field_type) for value in values), "a field has another type than expected")
-    return cast("list[_FieldType]", values)
+    return values
 
 
 def _integer(fields: _Fields, number: int) -> int:
@@ -267,7 +261,11 @@ def _masked(checksum: int) -> int:
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-_POLYNOMIAL = 0x82F63B78  # CRC-32C's (Castagnoli), with its bits reversed
+_POLYNOMIAL = np.uint32(0x82F63B78)  # CRC-32C's (Castagnoli), with its bits reversed
+_BITS = np.arange(32, dtype=np.uint32)
+_BYTE_TABLE = np.arange(256, dtype=np.uint32)  # the checksum state after each of the 256 bytes, starting from state 0
+for _ in range(8):
+    _BYTE_TABLE = (_BYTE_TABLE >> np.uint32(1)) ^ (_BYTE_TABLE & np.uint32(1)) * _POLYNOMIAL
 _MAX_LANES, _STRIP_LENGTH = 2**14, 64  # the bytes of a lane are read in strips of 64
 
 
@@ -276,7 +274,8 @@ def crc32c(content: npt.NDArray[np.uint8]) -> int:
 
     For speed in numpy, long contents are split into lanes of equal length, which are processed side by side, one byte
     of each at a time. The checksums of neighbouring lanes are then combined in pairs: the checksum of the left lane is
-    advanced by as many zero bytes as the right one has, which is a multiplication by a bit matrix.
+    advanced by as many zero bytes as the right one has, which is a multiplication by a bit matrix (32 columns, one for
+    each bit).
     """
     # a power of 2, so that lanes can be combined in pairs; each has at least 64 bytes if there are several
     num_lanes = min(1 << max(len(content).bit_length() - 7, 0), _MAX_LANES)
@@ -284,10 +283,10 @@ def crc32c(content: npt.NDArray[np.uint8]) -> int:
     lanes, rest = content[: num_lanes * lane_length].reshape(num_lanes, lane_length), content[num_lanes * lane_length :]
     state = np.zeros(num_lanes, dtype=np.uint32)
     state[0] = 0xFFFFFFFF
+    shift = np.uint32(1) << _BITS  # the identity; then the matrix that advances a state by the bytes of a lane
     for start in range(0, lane_length, _STRIP_LENGTH):  # transposed in strips, which fit into the CPU cache
         for column in np.ascontiguousarray(lanes[:, start : start + _STRIP_LENGTH].T):
-            state = _after_byte(state ^ column)
-    shift = _after_zeros(lane_length)
+            state, shift = _after_byte(state ^ column), _after_byte(shift)
     while len(state) > 1:
         state = _multiply(shift, state[0::2]) ^ state[1::2]
         shift = _multiply(shift, shift)
@@ -296,31 +295,11 @@ def crc32c(content: npt.NDArray[np.uint8]) -> int:
     return int(state[0]) ^ 0xFFFFFFFF
 
 
-@lru_cache(maxsize=1)
-def _byte_table() -> _Uint32s:
-    """Return the checksum state after each of the 256 bytes, starting from state 0."""
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = (table >> np.uint32(1)) ^ (table & np.uint32(1)) * np.uint32(_POLYNOMIAL)
-    return table
-
-
 def _after_byte(state: _Uint32s) -> _Uint32s:
     """Advance each checksum state by one byte, with which it was XORed."""
-    return _byte_table()[state & np.uint32(0xFF)] ^ (state >> np.uint32(8))
-
-
-def _after_zeros(length: int) -> _Uint32s:
-    """Return the bit matrix that advances a state by this many zero bytes: 32 columns, one for each bit."""
-    result = np.uint32(1) << np.arange(32, dtype=np.uint32)  # the identity
-    power = _after_byte(result)  # the matrix for one zero byte, then for 2, 4, 8, ...
-    while length:
-        if length & 1:
-            result = _multiply(power, result)
-        power, length = _multiply(power, power), length >> 1
-    return result
+    return _BYTE_TABLE[state & np.uint32(0xFF)] ^ (state >> np.uint32(8))
 
 
 def _multiply(matrix: _Uint32s, vectors: _Uint32s) -> _Uint32s:
     """Multiply each vector of 32 bits by a bit matrix, over the field of two elements."""
-    return np.bitwise_xor.reduce(((vectors[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)) * matrix, axis=1)
+    return np.bitwise_xor.reduce(((vectors[:, None] >> _BITS) & np.uint32(1)) * matrix, axis=1)

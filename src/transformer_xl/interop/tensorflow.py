@@ -23,10 +23,10 @@ width.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.source_config import check_counts
+from transformer_xl.interop.source_config import ImportedModel, check_counts
 from transformer_xl.interop.tensor_bundle import TensorBundle
 from transformer_xl.interop.tokenizers import read_checkpoint_json, read_tokenizer
 from transformer_xl.text.tokenizers import Tokenizer
@@ -116,7 +115,7 @@ class _Variables:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        self._bundle = TensorBundle.open(prefix)
+        self._bundle = TensorBundle(prefix)
         self._shapes = {
             name.removeprefix(_SCOPE): shape
             for name, shape in self._bundle.shapes.items()
@@ -138,10 +137,7 @@ class _Variables:
 
     def count(self, pattern: str) -> int:
         """Return how many consecutive variables exist with 0, 1, 2, ... substituted for {} in `pattern`."""
-        count = 0
-        while pattern.format(count) in self:
-            count += 1
-        return count
+        return next(index for index in itertools.count() if pattern.format(index) not in self)
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
         """Return the shape of a variable, whose number of dimensions must be one of `dimensions`.
@@ -183,7 +179,10 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
     check_counts(str(variables.prefix), n_layers=n_layers, num_cutoffs=len(variables.biases) - 1)
     *layer_dimension, n_heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, d_model = variables.shape("layer_0/rel_attn/o/kernel", 2)
-    boundaries = (0, *accumulate(variables.shape(name, 1)[0] for name in variables.biases))  # 0, the cutoffs and V
+    boundaries = (
+        0,
+        *itertools.accumulate(variables.shape(name, 1)[0] for name in variables.biases),
+    )  # 0, the cutoffs and V
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in variables.tables]
     return {
         "vocab_size": boundaries[-1],

@@ -7,7 +7,7 @@ because the order of words with equal counts depends on details of the program t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, read_bytes
-from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import ImportedModel
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
@@ -56,52 +56,24 @@ CORPUS_CLASSES = frozenset(
 """Classes and functions that a pickled vocabulary or corpus of the authors' or NVIDIA's code may refer to."""
 
 
-def tokenizer_from_words(
-    words: Sequence[object], source: str, *, lowercase: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
-) -> Tokenizer:
-    """Create a tokenizer with these words, in this order.
-
-    The result is a char tokenizer if all words are single characters with `_` for the space, as in the data set text8,
-    otherwise a word tokenizer.
-
-    Args:
-        words: all words, special tokens included.
-        source: file that the words come from, for error messages.
-        lowercase: whether the tokenizer lowercases text.
-        pre_tokenizer: how the tokenizer splits text into words (see `PreTokenizer`).
-
-    Raises:
-        UserError: `words` are not strings without whitespace, or a word occurs twice.
-    """
-    characters = [" " if word == "_" else word for word in words]
-    if "_" in words and all(isinstance(character, str) and len(character) == 1 for character in characters):
-        text = "".join(map(str, characters))
-        if len(set(text)) == len(text):
-            return CharTokenizer(text, byte_fallback=False)  # other characters cannot be encoded
-    try:
-        checked = check_words(list(words))
-    except ValueError as error:
-        raise UserError(f"{source}: {error}; {_ADVICE}") from None
-    eos = next((word for word in _EOS_TOKENS if word in checked), None)
-    unk = next((word for word in _UNK_TOKENS if word in checked), None)
-    return WordTokenizer(checked, eos_token=eos, unk_token=unk, pre_tokenizer=PreTokenizer(pre_tokenizer, lowercase))
-
-
 def tokenizer_from_object(
     value: object, source: str, *, pre_tokenizer: PreTokenizerName = "whitespace", lowercase: bool | None = None
 ) -> Tokenizer:
-    """Create a tokenizer from an unpickled object.
+    """Create a tokenizer from an unpickled object: one with its words, in their order.
+
+    The result is a char tokenizer if all words are single characters with `_` for the space, as in the data set text8,
+    otherwise a word tokenizer.
 
     Args:
         value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or a dictionary
             of attributes, as TransfoXLTokenizer pickles itself. Its attribute `idx2sym` is the list of words, or
             `sym2idx` the id of each.
         source: file that the object comes from, for error messages.
-        pre_tokenizer: how the tokenizer splits text into words.
+        pre_tokenizer: how the tokenizer splits text into words (see `PreTokenizer`).
         lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.
 
     Raises:
-        UserError: the object has no valid list of words.
+        UserError: the object has no list of words, or they are not strings without whitespace, or one occurs twice.
     """
     if isinstance(value, PickledObject) and "vocab" in value.attributes:
         value = value.attributes["vocab"]
@@ -115,9 +87,19 @@ def tokenizer_from_object(
         raise UserError(f"{source} holds no words (idx2sym or sym2idx); give --tokenizer RUN, or the right file")
     if len(words) > _MAX_WORDS:
         raise UserError(f"{source} has {len(words):,} words; a model with {_MAX_WORDS:,} at most can be converted")
+    characters = [" " if word == "_" else word for word in words]
+    are_characters = all(isinstance(character, str) and len(character) == 1 for character in characters)
+    if "_" in words and are_characters and len(set(characters)) == len(characters):
+        return CharTokenizer("".join(characters), byte_fallback=False)  # other characters cannot be encoded
+    try:
+        checked = check_words(list(words))
+    except ValueError as error:
+        raise UserError(f"{source}: {error}; {_ADVICE}") from None
+    eos = next((word for word in _EOS_TOKENS if word in checked), None)
+    unk = next((word for word in _UNK_TOKENS if word in checked), None)
     if lowercase is None:
         lowercase = attributes.get("lower_case") is True
-    return tokenizer_from_words(words, source, lowercase=lowercase, pre_tokenizer=pre_tokenizer)
+    return WordTokenizer(checked, eos_token=eos, unk_token=unk, pre_tokenizer=PreTokenizer(pre_tokenizer, lowercase))
 
 
 def read_tokenizer(
@@ -148,7 +130,7 @@ def read_tokenizer(
                 raise UserError(f"{path} is not UTF-8; {_ADVICE}") from None
         value = {"idx2sym": list(words)}
     else:
-        value = TorchFile(path, (HUGGING_FACE_CLASSES | CORPUS_CLASSES).__contains__).value
+        value = TorchFile(path, HUGGING_FACE_CLASSES | CORPUS_CLASSES).value
     return tokenizer_from_object(value, str(path), pre_tokenizer=pre_tokenizer, lowercase=lowercase)
 
 
@@ -197,12 +179,13 @@ def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | Non
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     value_of_word = {str(value): value for value in range(256)}
-    if not words or imported.model.get("cutoffs") or not all(word in value_of_word for word in words):
-        return imported
-    if not isinstance(requested, ByteTokenizer | None):
+    are_numbers = words and all(word in value_of_word for word in words)
+    if not are_numbers or imported.model.get("cutoffs") or not isinstance(requested, ByteTokenizer | None):
         return imported
     values = [value_of_word[word] for word in words]
-    if requested is None and not _are_bytes_of_enwik8(values):
+    # the bytes of enwik8 are all those of ASCII text, and none that text lacks
+    are_of_enwik8 = len(values) in _ENWIK8_SIZES and _PRINTABLE_ASCII <= set(values) <= _BYTES_OF_TEXT
+    if requested is None and not are_of_enwik8:
         note = (
             f"its {len(words)} words are numbers and stay words; if they are bytes, as in the authors' enwik8, convert "
             "it with --tokenizer byte"
@@ -223,11 +206,6 @@ def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | Non
         tokenizer=ByteTokenizer(),
         notes=(*imported.notes, note),
     )
-
-
-def _are_bytes_of_enwik8(values: Sequence[int]) -> bool:
-    """Return whether these numbers below 256 must be the bytes of enwik8: all of ASCII text, none that text lacks."""
-    return len(values) in _ENWIK8_SIZES and _PRINTABLE_ASCII <= set(values) <= _BYTES_OF_TEXT
 
 
 def first_existing(folder: Path, names: Iterable[str]) -> Path | None:

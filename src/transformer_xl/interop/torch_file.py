@@ -14,7 +14,7 @@ import math
 import mmap
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.unpickler import GlobalName, IsAllowed, PickledObject, read_pickle
+from transformer_xl.interop.unpickler import GlobalName, PickledObject, read_pickle
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older form
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -83,18 +83,18 @@ class _Directory:
 class TorchFile:
     """A file of torch.save: its value, in which pickled objects represent tensors, and each tensor on request."""
 
-    def __init__(self, path: Path, is_allowed: IsAllowed) -> None:
+    def __init__(self, path: Path, allowed: Set[str] = frozenset()) -> None:
         """Read the pickle of the file.
 
         Args:
             path: the file; a pickle that torch did not write is read too.
-            is_allowed: accepts the names that may occur in the pickle, besides those that tensors need.
+            allowed: the names that may occur in the pickle, besides those that tensors need.
 
         Raises:
             UserError: the file cannot be read, is damaged, or contains a name that is not allowed.
         """
         self.path = path
-        self._is_allowed: IsAllowed = lambda name: name in TENSOR_NAMES or is_allowed(name)
+        self._allowed = TENSOR_NAMES | allowed
         self._storages: dict[str, _Storage] = {}
         self._extents: dict[str, _Extent] = {}  # by the key of the storage
         self._verified: set[str] = set()  # keys of the storages whose checksums match
@@ -161,7 +161,7 @@ class TorchFile:
         return value
 
     def _read_pickle(self, file: Any) -> Any:
-        return read_pickle(file, self._is_allowed, str(self.path), self._load_persistent)
+        return read_pickle(file, self._allowed, str(self.path), self._load_persistent)
 
     def _load_persistent(self, persistent_id: Any) -> _Storage | GlobalName:
         """Return what the id of something stored outside the pickle refers to."""

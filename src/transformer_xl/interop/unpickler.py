@@ -16,14 +16,11 @@ arguments. docs/design.md says why `torch.load(weights_only=True)` is not used.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from transformer_xl.config import UserError
-
-IsAllowed = Callable[[str], bool]
-"""Returns whether a pickle may name this class or function, such as `argparse.Namespace`."""
 
 _PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _DICTIONARIES = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.dict"})
@@ -71,12 +68,13 @@ class PickledObject:
         return state if isinstance(state, dict) else {}
 
 
-def read_pickle(file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any]) -> Any:
+def read_pickle(file: IO[bytes], allowed: Container[str], source: str, persistent_load: Callable[[Any], Any]) -> Any:
     """Read one pickle; afterwards the file is positioned at the byte after it.
 
     Args:
         file: a file that allocates no more than it contains when more is requested, as io.BytesIO and mmap do.
-        is_allowed: accepts the names that may occur, besides those with which pickle writes plain values.
+        allowed: the names that may occur, such as `argparse.Namespace`, besides those with which pickle writes plain
+            values.
         source: path of the file, for messages.
         persistent_load: returns the value for the id of something stored outside the pickle, as torch.save stores the
             elements of tensors; raises ValueError or UserError if the id is invalid.
@@ -84,7 +82,7 @@ def read_pickle(file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_
     Raises:
         UserError: a name is not allowed, this is not a complete pickle, or it has more values than a real checkpoint.
     """
-    machine = _Machine(is_allowed, source, persistent_load)
+    machine = _Machine(allowed, source, persistent_load)
     try:
         opcodes = pickletools.genops(cast("IO[bytes]", _ShortLines(file)))
         for count, (opcode, argument, position) in enumerate(opcodes, start=1):
@@ -117,8 +115,8 @@ def _check(condition: bool) -> None:
 class _Machine:
     """The state of pickle's stack machine: the stack, the stacks below each open MARK, and the memo (saved values)."""
 
-    def __init__(self, is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any]) -> None:
-        self._is_allowed, self._source, self.persistent_load = is_allowed, source, persistent_load
+    def __init__(self, allowed: Container[str], source: str, persistent_load: Callable[[Any], Any]) -> None:
+        self._allowed, self._source, self.persistent_load = allowed, source, persistent_load
         self.stack: list[Any] = []
         self.stacks_below_marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -174,7 +172,7 @@ class _Machine:
         _check(isinstance(module, str) and isinstance(name, str))
         path = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
         # a name with a dot is an attribute of what the module contains
-        if "." in name or (path not in _ALWAYS_ALLOWED and not self._is_allowed(path)):
+        if "." in name or (path not in _ALWAYS_ALLOWED and path not in self._allowed):
             raise UserError(
                 f"{self._source} names {ascii(path)[1:-1][:120]}, which does not belong in a checkpoint or vocabulary; "
                 "the file may be malicious: nothing in it was executed, and it is not used"

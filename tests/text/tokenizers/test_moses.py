@@ -19,7 +19,8 @@ MOSES = PreTokenizer("moses")
 WORDS = ["<eos>", "<unk>", "Hello", ",", "my", "dog", "23", "@,@", "000", "1", "@.@", "80", "isn", "'t"]
 
 
-def join(words: list[str], detokenizer: MosesDetokenizer) -> str:
+def join(words: list[str]) -> str:
+    detokenizer = MosesDetokenizer()
     return "".join([*map(detokenizer.push, words), detokenizer.finish()])
 
 
@@ -29,14 +30,13 @@ def test_words_equal_those_of_transformers() -> None:
 
 
 def test_joined_words_equal_those_of_transformers() -> None:
-    detokenizer = MosesDetokenizer()  # the same for all lines, so that no state may remain after a line
-    joined = {" ".join(words): join(words, detokenizer) for _, words, _ in GOLDEN}
+    joined = {" ".join(words): join(words) for _, words, _ in GOLDEN}
     assert joined == {" ".join(words): text for _, words, text in GOLDEN}
 
 
 def test_number_punctuation_is_joined_at_the_ends_of_a_line() -> None:
     """This differs from TransfoXLTokenizer, which leaves @,@ and @.@ there."""
-    assert join(["@,@", "5", "@.@"], MosesDetokenizer()) == ",5."
+    assert join(["@,@", "5", "@.@"]) == ",5."
 
 
 def test_encoding_and_decoding() -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel
@@ -66,18 +66,30 @@ def score_continuations(
     for index, continuation in enumerate(continuations):
         assert continuation.context_ids
         assert continuation.token_ids
-        groups.setdefault(_shared(model, continuation, plan), []).append(index)
+        shared_ids = continuation.context_ids
+        if model.config.attends_empty_slots:  # slots for a part of a segment would be attended while they are empty
+            shared_ids = shared_ids[: len(shared_ids) // plan.segment_length * plan.segment_length]
+        groups.setdefault(shared_ids, []).append(index)
     contexts = sorted(groups, key=len, reverse=True)  # batch rows of similar length
+    limits, segment_length = plan.context_limits, plan.segment_length
     # without memory, a model that cannot limit what each token sees reads one at a time
-    stride = None if plan.context_limits.memory_length or model.limits_visible else 1
+    stride = None if limits.memory_length or model.limits_visible else 1
     begin = 0
     while begin < len(contexts):
-        longest = max(_length(continuations[index]) for context in contexts[begin:] for index in groups[context])
-        num_slots = min(plan.context_limits.memory_length + plan.segment_length - 1, longest)
-        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + plan.segment_length))
+        left = [continuations[index] for context in contexts[begin:] for index in groups[context]]
+        longest = max(len(continuation.context_ids) + len(continuation.token_ids) for continuation in left)
+        num_slots = min(limits.memory_length + segment_length - 1, longest)
+        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // (num_slots + segment_length))
         batch = contexts[begin : begin + batch_size]
         begin += len(batch)
-        reader = _begin(model, plan, len(batch), longest)
+        if limits.memory_length:
+            _require_memory(model, plan, len(batch), num_slots)
+            reader = Reader.begin(
+                model, len(batch), limits, segment_length=segment_length, partial=True, max_tokens=longest
+            )
+        else:  # each token sees as many as fit a segment, whatever its position
+            memory = empty_memory(model, plan, len(batch))
+            reader = Reader(model, memory, segment_length=1 if model.limits_visible else segment_length)
         for _ in reader.read(batch):
             pass
         # the row of its context, and the index, of each continuation of these contexts
@@ -92,29 +104,6 @@ def score_continuations(
             )
             progress(len(part))
     return scores
-
-
-def _shared(model: InferenceModel, continuation: Continuation, plan: EvaluationPlan) -> tuple[int, ...]:
-    """Return the tokens that are read once for all continuations with the same context."""
-    context_ids = continuation.context_ids
-    if model.config.attends_empty_slots:
-        # slots for the tokens of a segment would be attended while they are empty: only whole segments are shared
-        return context_ids[: len(context_ids) // plan.segment_length * plan.segment_length]
-    return context_ids
-
-
-def _length(continuation: Continuation) -> int:
-    return len(continuation.context_ids) + len(continuation.token_ids)
-
-
-def _begin(model: InferenceModel, plan: EvaluationPlan, num_rows: int, longest: int) -> Reader:
-    """Return batch rows that have read nothing, for texts of at most `longest` tokens."""
-    limits, segment_length = plan.context_limits, plan.segment_length
-    if not limits.memory_length:  # each token sees as many as fit a segment, whatever its position
-        memory = empty_memory(model, plan, num_rows)
-        return Reader(model, memory, segment_length=1 if model.limits_visible else segment_length)
-    _require_memory(model, plan, num_rows, min(limits.memory_length + segment_length - 1, longest))
-    return Reader.begin(model, num_rows, limits, segment_length=segment_length, partial=True, max_tokens=longest)
 
 
 def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> Memory:
@@ -140,45 +129,25 @@ def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, 
 def _score(
     reader: Reader, continuations: list[Continuation], scores: list[ContinuationScore], stride: int | None
 ) -> None:
-    """Read what is left of each continuation, and add up the losses of its tokens."""
+    """Read what is left of each continuation, and add the losses of its tokens to its score."""
     texts = [[*continuation.context_ids, *continuation.token_ids] for continuation in continuations]
-    starts = [len(continuation.context_ids) for continuation in continuations]  # of the tokens that are scored
-    if reader.last_hidden_B1D is not None:
-        _add_losses(reader, reader.last_hidden_B1D, [min(1, count) for count in reader.num_read], texts, starts, scores)
     rest = [text[count:-1] for text, count in zip(texts, reader.num_read, strict=True)]
-    for hidden_BTD, lengths in reader.read(rest, stride=stride):
-        _add_losses(reader, hidden_BTD, lengths, texts, starts, scores)
-
-
-def _add_losses(
-    reader: Reader,
-    hidden_BTD: Tensor,
-    lengths: list[int],
-    texts: list[list[int]],
-    starts: list[int],
-    scores: list[ContinuationScore],
-) -> None:
-    """Add the losses of the tokens that the last hidden states of each row predict, and that are to be scored.
-
-    Args:
-        reader: the rows, after the step.
-        hidden_BTD: hidden states of the last step.
-        lengths: number of hidden states of each row that belong to tokens: the last ones.
-        texts: all tokens of each row.
-        starts: the position in its text of each row's first token to score.
-        scores: to which the losses are added.
-    """
-    num_new = hidden_BTD.shape[1]
-    targets_BT, is_scored_BT = torch.zeros(2, len(texts), num_new, dtype=torch.int64)
-    for row, (text, start, length, end) in enumerate(zip(texts, starts, lengths, reader.num_read, strict=True)):
-        if length:  # the last hidden state is of token `end - 1` and predicts token `end`
-            targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
-            first = max(end - length + 1, start)  # the first token that is scored
-            is_scored_BT[row, num_new - (end + 1 - first) :] = 1
-    nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
-    best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
-    nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
-    differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
-    for score, nats, differs in zip(scores, nats_B, differs_B, strict=True):
-        score.nats += nats
-        score.is_greedy = score.is_greedy and not differs
+    # hidden states of a step, and how many of each row belong to tokens: the last ones
+    steps = reader.read(rest, stride=stride)
+    if reader.last_hidden_B1D is not None:
+        steps = chain([(reader.last_hidden_B1D, [min(1, count) for count in reader.num_read])], steps)
+    for hidden_BTD, lengths in steps:
+        num_new = hidden_BTD.shape[1]
+        targets_BT, is_scored_BT = torch.zeros(2, len(texts), num_new, dtype=torch.int64)
+        for row, (text, length, end) in enumerate(zip(texts, lengths, reader.num_read, strict=True)):
+            if length:  # the last hidden state is of token `end - 1` and predicts token `end`
+                targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
+                first = max(end - length + 1, len(continuations[row].context_ids))  # the first token that is scored
+                is_scored_BT[row, num_new - (end + 1 - first) :] = 1
+        nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
+        best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
+        nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
+        differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
+        for score, nats, differs in zip(scores, nats_B, differs_B, strict=True):
+            score.nats += nats
+            score.is_greedy = score.is_greedy and not differs

@@ -173,18 +173,12 @@ class TxlLM(TemplateLM):
 
     def _in_full(self, texts: list[str], disable_tqdm: bool) -> list[float]:
         """Return the log-probability of each text, read with memory throughout; of an empty one it is 0."""
-        results = [0.0] * len(texts)
-        named = {f"text {index + 1}": text for index, text in enumerate(texts) if text}
-        if named:
-            with tqdm(desc="Running loglikelihood_rolling requests", unit=" tokens", disable=disable_tqdm) as bar:
-
-                def advance(num_tokens: int) -> None:
-                    bar.update(num_tokens)
-
-                scores = score(self.run, named, self.config, progress=advance)
-            for result in scores:
-                results[int(result.name.removeprefix("text ")) - 1] = -result.sums.nats
-        return results
+        named = {f"text {number}": text for number, text in enumerate(texts, start=1) if text}
+        if not named:
+            return [0.0] * len(texts)
+        with tqdm(desc="Running loglikelihood_rolling requests", unit=" tokens", disable=disable_tqdm) as bar:
+            scores = iter(score(self.run, named, self.config, progress=bar.update))
+        return [-next(scores).sums.nats if text else 0.0 for text in texts]
 
     def _in_windows(self, texts: list[str]) -> list[float]:
         """Return the log-probability of each text, read in windows as lm_eval's model `hf` does."""

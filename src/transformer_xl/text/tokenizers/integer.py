@@ -106,7 +106,7 @@ class IntegerTokenizer(Tokenizer):
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
-        return WordStreamDecoder(self, word_of=str, detokenizer=WhitespaceDetokenizer())
+        return WordStreamDecoder(self, word_of=str, detokenizer=WhitespaceDetokenizer)
 
     @override
     def to_json(self) -> dict[str, Any]:

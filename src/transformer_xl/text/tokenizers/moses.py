@@ -238,10 +238,12 @@ _IDEOGRAPH = re.compile(  # characters of Chinese, Japanese and Korean, which ha
 
 
 class MosesDetokenizer:
-    """Joins the words of `split_line` to text; spacing depends on the preceding words of the same line."""
+    """Joins the words of a line, as `split_line` returns them, to text; spacing depends on the preceding words."""
 
     def __init__(self) -> None:
-        self.finish()
+        self._previous = ""
+        self._omit_next_space = True
+        self._open_quotes: set[str] = set()
 
     def push(self, word: str) -> str:
         """Return the text of the word, with a space before it if one belongs there."""
@@ -261,10 +263,7 @@ class MosesDetokenizer:
         return " " * (not omit_space) + JOINERS.get(word, word)
 
     def finish(self) -> str:
-        """End the line. Return an empty string, since no text is withheld."""
-        self._previous = ""
-        self._omit_next_space = True
-        self._open_quotes: set[str] = set()
+        """Return an empty string, since no text is withheld."""
         return ""
 
     def _closes_quote(self, word: str) -> bool:

@@ -25,13 +25,12 @@ class WhitespaceDetokenizer:
         return space + word
 
     def finish(self) -> str:
-        """End the line. Return an empty string, since no text is withheld."""
-        self._space = ""
+        """Return an empty string, since no text is withheld."""
         return ""
 
 
 Detokenizer = WhitespaceDetokenizer | punctuation.PunctuationDetokenizer | moses.MosesDetokenizer
-"""Joins words one at a time: push(word) returns the text that is final, finish() ends the line and returns the rest."""
+"""Joins the words of a line one at a time: push(word) returns the text that is final, finish() returns the rest."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class PreTokenizer:
         return indices
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for this pre-tokenizer."""
+        """Return a detokenizer for a line."""
         if self.name == "moses":
             return moses.MosesDetokenizer()
         return WhitespaceDetokenizer() if self.name == "whitespace" else punctuation.PunctuationDetokenizer()
@@ -104,11 +103,14 @@ class WordStreamDecoder:
     Args:
         tokenizer: validates ids and has the end-of-sequence token.
         word_of: returns the word of an id.
-        detokenizer: joins the words.
+        detokenizer: returns what joins the words of a line.
     """
 
-    def __init__(self, tokenizer: Tokenizer, word_of: Callable[[int], str], detokenizer: Detokenizer) -> None:
-        self._tokenizer, self._word_of, self._detokenizer = tokenizer, word_of, detokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, word_of: Callable[[int], str], detokenizer: Callable[[], Detokenizer]
+    ) -> None:
+        self._tokenizer, self._word_of, self._new_detokenizer = tokenizer, word_of, detokenizer
+        self._detokenizer = detokenizer()
         self._vocab_size, self._eos_token_id = tokenizer.vocab_size, tokenizer.eos_token_id
 
     def push(self, token: int) -> str:
@@ -116,7 +118,8 @@ class WordStreamDecoder:
         if not 0 <= token < self._vocab_size:
             self._tokenizer.check_ids(token)
         if token == self._eos_token_id:
-            return self._detokenizer.finish() + "\n"
+            text, self._detokenizer = self._detokenizer.finish() + "\n", self._new_detokenizer()
+            return text
         return self._detokenizer.push(self._word_of(token))
 
     def finish(self) -> str:

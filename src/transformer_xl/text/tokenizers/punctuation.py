@@ -153,10 +153,14 @@ _NO_SPACE_AROUND = frozenset("/⁄—‑_")
 
 
 class PunctuationDetokenizer:
-    """Joins the words of `split_line` to text; spacing depends on the preceding words of the same line."""
+    """Joins the words of a line, as `split_line` returns them, to text; spacing depends on the preceding words."""
 
     def __init__(self) -> None:
-        self._begin_line()
+        self._previous = ""
+        self._omit_next_space = True
+        self._open_quotes: set[str] = set()
+        self._after_hour = False  # whether the last two words can be the hour and the colon of a time such as 16:00
+        self._withholds_dash = False
 
     def push(self, word: str) -> str:
         """Return the text of the word, with a space before it if one belongs there.
@@ -174,17 +178,8 @@ class PunctuationDetokenizer:
         return text
 
     def finish(self) -> str:
-        """End the line. Return a withheld en dash, or an empty string."""
-        text = self._flush_dash(between_numbers=False) if self._withholds_dash else ""
-        self._begin_line()
-        return text
-
-    def _begin_line(self) -> None:
-        self._previous = ""
-        self._omit_next_space = True
-        self._open_quotes: set[str] = set()
-        self._after_hour = False  # whether the last two words can be the hour and the colon of a time such as 16:00
-        self._withholds_dash = False
+        """Return a withheld en dash, or an empty string."""
+        return self._flush_dash(between_numbers=False) if self._withholds_dash else ""
 
     def _flush_dash(self, *, between_numbers: bool) -> str:
         self._withholds_dash, self._previous, self._omit_next_space = False, "–", between_numbers

@@ -116,7 +116,7 @@ class WordTokenizer(Tokenizer):
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
-        return WordStreamDecoder(self, self.words.__getitem__, self.pre_tokenizer.detokenizer())
+        return WordStreamDecoder(self, self.words.__getitem__, self.pre_tokenizer.detokenizer)
 
     @override
     def unknown_words(self, text: str | bytes) -> list[str]:
