@@ -29,7 +29,9 @@ from typing_extensions import override
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
+from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import matmul_library
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
@@ -44,7 +46,7 @@ from transformer_xl.training.distributed import (
     set_random_state,
     shard_rows,
 )
-from transformer_xl.training.numerics import choose_numerics, differences, numerics_applied
+from transformer_xl.training.numerics import choose_numerics, differences
 from transformer_xl.training.optimizers import (
     build_optimizers,
     empty_optimizer_state,
@@ -213,7 +215,8 @@ class Stepper:
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
             self.world.set_gradient_sync(self.wrapped_model, index + 1 == len(self.memories))
-            with numerics_applied(self.numerics):
+            # around the backward pass too, as layers may be computed again in it
+            with matmul_library(self.numerics.matmul_library), dropout_kernel(self.numerics.dropout_kernel):
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.wrapped_model(
                         inputs_BX[rows], targets_BT[rows], memory, done
