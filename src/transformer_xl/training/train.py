@@ -150,11 +150,9 @@ def train(
         UserError: settings, corpus or run folder are invalid, the loss is no longer finite, or the disk is full.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    known = (str, Path, RunConfig, type(None))
-    check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     corpus_path = corpus_folder(corpus)
     if run is None:
-        run = default_run(corpus_path, None if isinstance(config, RunConfig) else config)
+        run = default_run(corpus_path, config if isinstance(config, str | Path) else None)
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
     start = partial(start_run, config, corpus_path, as_path(run, "run"), overrides)
     return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -362,6 +360,8 @@ def complete_settings(
     log: Callable[[str], None],
 ) -> tuple[RunConfig, Corpus]:
     """Return the complete settings of a new run, and its corpus."""
+    known = (str, Path, RunConfig, type(None))
+    check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     if isinstance(config, RunConfig):
         settings = merge(config.model_dump(exclude={"history", "finetune"}), overrides)
     elif config is not None:
