@@ -118,8 +118,6 @@ def find_learning_rate(
         UserError: settings or corpus are invalid, torchrun started several processes, no rate gives a finite loss, or
             the loss is the same at all rates.
     """
-    advice = "give a recipe such as 'small', a RunConfig, or None and settings by group"
-    check_type(config, (str, Path, RunConfig, type(None)), "config", advice)
     check_type(seconds, (int, float), "seconds", "give a number of seconds")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a learning rate is found in one process; start it without torchrun")
@@ -294,11 +292,10 @@ class _Training:
         total, num_targets, stepper = 0.0, 0, self.stepper
         stepper.model.eval()
         for _ in range(num_segments):
-            batch, start = stepper.next_batch().batch, 0
+            batch = stepper.next_batch().batch
             memories: list[Memory] = []
-            for memory in stepper.memories:
-                rows = slice(start, start + memory.batch_size)
-                start = rows.stop
+            for indices, memory in zip(stepper.micro_batches, stepper.memories, strict=True):
+                rows = slice(indices.start, indices.stop)
                 inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(self._device)
                 mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
                 with autocast(self._device, self.config.dtype):
