@@ -151,6 +151,7 @@ class Stepper:
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)
         self.position = BatchPosition(0, DatasetPosition())
         self.micro_batches = micro_batches(dataset.local_batch_size, config, world.size)
+        """The batch rows of each micro-batch."""
         self.memories = self.initial_memories()
         """The memory of each micro-batch."""
 
