@@ -81,7 +81,7 @@ def test_search_finds_the_lowest_loss_and_corrects_for_the_length(
     """With a loss that is lowest at rate 0.03, and not finite above 2."""
 
     def loss(training: find_rate._Training, _: object) -> float:
-        rate = training._config.learning_rate
+        rate = training.config.learning_rate
         return 2 + 0.1 * math.log(rate / 0.03) ** 2 if rate < 2 else math.inf
 
     monkeypatch.setattr(find_rate._Training, "nats_per_token", loss)
@@ -107,7 +107,7 @@ def test_trainings_leave_unread_text_for_scoring(tmp_path: Path, monkeypatch: py
 
     def score(training: find_rate._Training, num_segments: int) -> float:
         found = unpatched(training, num_segments)
-        epochs.append(training._stepper.position.segment)
+        epochs.append(training.stepper.position.segment)
         return found
 
     unpatched = find_rate._Training._score
@@ -133,7 +133,7 @@ def test_notes_say_what_the_proposal_leaves_out(tmp_path: Path, monkeypatch: pyt
     """The loss is lowest at the highest rate that any search tries."""
 
     def loss(training: find_rate._Training, _: object) -> float:
-        return 3 - 0.1 * math.log(training._config.learning_rate)
+        return 3 - 0.1 * math.log(training.config.learning_rate)
 
     monkeypatch.setattr(find_rate._Training, "nats_per_token", loss)
     train = {
@@ -159,16 +159,9 @@ def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         find_learning_rate(None, corpus, train={**TRAIN, "batch_size": 97}, **OPTIONS)
     with pytest.raises(UserError, match="seconds is of type str"):
         find_learning_rate(None, corpus, train=TRAIN, **OPTIONS | {"seconds": "9"})
-    monkeypatch.setattr(find_rate._Training, "_step", lambda training: _next_step(training))
+    monkeypatch.setattr(find_rate._Training, "step", lambda _: math.nan)
     with pytest.raises(UserError, match=r"not finite at any learning rate from .* to 0\.04; begin .* a smaller"):
         find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="in one process; start it without torchrun"):
         find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
-
-
-def _next_step(training: find_rate._Training) -> float:
-    """Count a step whose loss is not a number."""
-    position = training._stepper.position
-    training._stepper.position = BatchPosition(position.step + 1, position.segment)
-    return math.nan

@@ -140,6 +140,7 @@ def test_program_that_torchrun_restarts_does_not_go_back_again(tmp_path: Path, m
     ("flags", "message"),
     [
         ("--from 60", "run has no checkpoint of step 60; it has those of the steps 50 and 75"),
+        ("--from 50.5", 'Invalid value for --from: unable to convert "50.5" into int'),
         ("--from 50 --train.max-steps 40", "is at step 50 already, beyond --train.max-steps 40"),
         ("--from 50 --train.memory-length 5", "train.memory_length cannot change within a run"),
     ],
@@ -152,6 +153,12 @@ def test_refused_return_changes_nothing(tmp_path: Path, flags: str, message: str
     assert (result.status, result.out) == (2, "")
     assert message in result.err
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("step", [True, 50.0, "50"])
+def test_step_that_is_no_integer_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UserError, match=f"from_step is {step!r}; give the step of a checkpoint, an integer"):
+        resume(tmp_path, from_step=step)
 
 
 def test_training_goes_back_from_a_damaged_checkpoint(tmp_path: Path) -> None:

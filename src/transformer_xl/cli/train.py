@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, as_flags, given_settings
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Integer, Json
 from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.config import DEFAULT_RECIPE, UserError, merge
 from transformer_xl.files import quoted
@@ -29,7 +29,7 @@ def train(
     corpus: Path | None = None,
     run: Path | None = None,
     resume: Path | None = None,
-    from_step: Annotated[int | None, Parameter(name="--from")] = None,
+    from_step: Annotated[int | None, Integer, Parameter(name="--from")] = None,
     base: Path | None = None,
     find_rate: Annotated[bool, Parameter(negative=())] = False,
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,

@@ -22,7 +22,9 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -116,8 +118,6 @@ def find_learning_rate(
         UserError: settings or corpus are invalid, torchrun started several processes, no rate gives a finite loss, or
             the loss is the same at all rates.
     """
-    advice = "give a recipe such as 'small', a RunConfig, or None and settings by group"
-    check_type(config, (str, Path, RunConfig, type(None)), "config", advice)
     check_type(seconds, (int, float), "seconds", "give a number of seconds")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a learning rate is found in one process; start it without torchrun")
@@ -128,8 +128,7 @@ def find_learning_rate(
     open_data(checked, opened, chosen)
     opened.verify("train")
     with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
-        search = _Search(checked, opened, chosen, seconds, show_progress=progress)
-        return search.run()
+        return _Search(checked, opened, chosen, seconds, show_progress=progress).run()
 
 
 class _Search:
@@ -141,28 +140,31 @@ class _Search:
         self._config, self._corpus, self._device = config, corpus, device
         self._start = time.perf_counter()
         self._end = self._start + seconds
-        self._show_progress = show_progress
         self._trials: list[RateTrial] = []
         self._notes: list[str] = []
-        self._bar: ProgressBar | None = None
-        first = config.train.learning_rate
-        timed = _Training(config, corpus, device, first, _TIMED_STEPS)
-        self._step_seconds = sorted(timed.step_seconds())[_TIMED_STEPS // 2]
+        timed = _Training(config, corpus, device, config.train.learning_rate, _TIMED_STEPS)
+        times = [time.perf_counter()]
+        for _ in range(_TIMED_STEPS):
+            timed.step()
+            times.append(time.perf_counter())
+        self._step_seconds = median(stop - start for start, stop in pairwise(times))
+        # approximate if segment lengths are random
+        tokens = config.train.segment_length if config.train.random_segment_lengths else 1
+        self._epoch_steps = timed.stepper.dataset.segments_in(epoch=0) // tokens
         # as many as leave text that was not read for scoring
-        self._epoch_steps = timed.epoch_steps()
         self._max_steps = min(config.train.max_steps, int(self._epoch_steps / (1 + _SCORED_FRACTION)))
         expected = max(seconds, _USUAL_TRIALS * sum(_MIN_STEPS) * self._step_seconds)
         if show_progress and expected > 1.2 * seconds:
             say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected:,.0f} s")
-        self._expected_steps = round(expected / self._step_seconds)
+        num_steps = round(expected / self._step_seconds)
+        self._bar = ProgressBar("find rate", num_steps, "steps") if show_progress else None
 
     def run(self) -> LearningRateResult:
-        self._bar = ProgressBar("find rate", self._expected_steps, "steps") if self._show_progress else None
         with self._bar or nullcontext():
             rate = self._rounds()
         seconds = time.perf_counter() - self._start
         self._add_notes()
-        if self._show_progress:
+        if self._bar is not None:
             for text in self._notes:
                 note(text)
         return LearningRateResult(rate, str(self._device), seconds, tuple(self._trials), tuple(self._notes))
@@ -263,55 +265,40 @@ class _Training:
     """One short training, from the run's initial weights."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, rate: float, steps: int) -> None:
-        self._config, self._device = _shortened(config.train, rate, steps), device
-        dataset = training_dataset(corpus, self._config)
-        torch.manual_seed(self._config.seed)
-        self._stepper = Stepper(build_checked(config).to(device), dataset, self._config, device)
-
-    def epoch_steps(self) -> int:
-        """Return the number of steps of an epoch, approximately if segment lengths are random."""
-        tokens = self._config.segment_length if self._config.random_segment_lengths else 1
-        return self._stepper.dataset.segments_in(epoch=0) // tokens
-
-    def step_seconds(self) -> list[float]:
-        """Train, and return the seconds of each step."""
-        seconds: list[float] = []
-        while self._stepper.position.step < self._config.max_steps:
-            start = time.perf_counter()
-            self._step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+        self.config, self._device = _shortened(config.train, rate, steps), device
+        dataset = training_dataset(corpus, self.config)
+        torch.manual_seed(self.config.seed)
+        self.stepper = Stepper(build_checked(config).to(device), dataset, self.config, device)
 
     def nats_per_token(self, bar: ProgressBar | None) -> float:
         """Train, and return the loss of the following segments in nats per token; infinity as soon as it is not
         finite."""
-        while self._stepper.position.step < self._config.max_steps:
-            nats = self._step()
+        for _ in range(self.config.max_steps):
+            nats = self.step()
             if bar is not None:
-                bar.advance(1, f"lr {self._config.learning_rate:.2g}, {nats:.3f} nats")
+                bar.advance(1, f"lr {self.config.learning_rate:.2g}, {nats:.3f} nats")
             if not math.isfinite(nats):
                 return math.inf
-        return self._score(max(2, round(_SCORED_FRACTION * self._config.max_steps)))
+        return self._score(max(2, round(_SCORED_FRACTION * self.config.max_steps)))
 
-    def _step(self) -> float:
+    def step(self) -> float:
         """Take a step, and return its loss in nats per token."""
-        nats, num_targets, grad_norm, _ = self._stepper.step()[0].tolist()
+        nats, num_targets, grad_norm, _ = self.stepper.step()[0].tolist()
         return nats / max(num_targets, 1) if math.isfinite(grad_norm) else math.nan
 
     @torch.no_grad()
     def _score(self, num_segments: int) -> float:
         """Return the loss of the next segments, without dropout, in nats per token."""
-        total, num_targets, stepper = 0.0, 0, self._stepper
+        total, num_targets, stepper = 0.0, 0, self.stepper
         stepper.model.eval()
         for _ in range(num_segments):
-            batch, start = stepper.next_batch().batch, 0
+            batch = stepper.next_batch().batch
             memories: list[Memory] = []
-            for memory in stepper.memories:
-                rows = slice(start, start + memory.batch_size)
-                start = rows.stop
+            for indices, memory in zip(stepper.micro_batches, stepper.memories, strict=True):
+                rows = slice(indices.start, indices.stop)
                 inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(self._device)
                 mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
-                with autocast(self._device, self._config.dtype):
+                with autocast(self._device, self.config.dtype):
                     losses_BT, _, memory = stepper.wrapped_model(inputs_BX, batch.targets_BT[rows], memory)
                 total += float((losses_BT * mask_BT).sum())
                 num_targets += int(mask_BT.sum())

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import (
@@ -36,9 +35,9 @@ from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import describe_difference, shared_tokens
+from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.first_weights import first_weights, num_kept
+from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
 from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
@@ -71,10 +70,6 @@ class FinetuneResult(TrainResult):
 
     kept_tokens: int | None = None
     """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
-
-    @override
-    def details(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @checked_names
@@ -156,7 +151,9 @@ def finetune(
         check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
-    old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
+    old_of_V = old_ids(base_run, opened)
+    if old_of_V is not None:
+        _check_tokens(base_run, opened, old_of_V, replace_tokenizer=replace_tokenizer)
     base_run.model.check_not_quantized("fine-tuned")
     base_run.model.check_no_adapter("fine-tuned")
     if isinstance(base, Run):
@@ -248,25 +245,17 @@ def _lora(
     return values
 
 
-def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArray[np.int64] | None:
-    """Return for each token of the corpus its id in the base, or -1; None if the tokenizers are the same.
-
-    Raises:
-        UserError: they differ, and must not.
-    """
+def _check_tokens(base: Run, corpus: Corpus, old_of_V: npt.NDArray[np.int64], *, replace_tokenizer: bool) -> None:
+    """Check that a corpus may have another tokenizer than the base, and that they have tokens in common."""
+    assert base.path is not None
     difference = describe_difference(corpus.tokenizer, base.tokenizer)
-    if difference is None:
-        return None
     if not replace_tokenizer:
-        assert base.path is not None
         raise UserError(
             f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
             f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
         )
-    old_of_V = shared_tokens(corpus.tokenizer, base.tokenizer)
     if not (old_of_V >= 0).any():
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
-    return old_of_V
 
 
 def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides) -> RunConfig:

@@ -14,15 +14,13 @@ should not reach them: a false alarm would do more harm than none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from typing_extensions import override
 
-from transformer_xl.config import Settings, TrainConfig, UserError, check_settings
+from transformer_xl.config import Settings, TrainConfig, UserError
 from transformer_xl.files import quoted
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.callbacks import Callback, Metrics, StepSums, TrainerView
@@ -131,20 +129,13 @@ class HealthCallback(Callback):
             config: settings of its training.
         """
         self.state = DivergenceState()
+        """The statistics, part of checkpoints."""
         self._corpus, self._warmup_steps = corpus, config.warmup_steps
         self.uniform_nats = math.log(corpus.tokenizer.vocab_size)
         """Loss of a uniform guess, in nats per token."""
         self._max_lost_steps = min(max(_LOST_STEPS[0], int(_LOST_SHARE * config.max_steps)), _LOST_STEPS[1])
         # a model may stay at the frequencies for a while after the warm-up, and leave them later
         self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 2)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the statistics, for a checkpoint."""
-        return self.state.model_dump(mode="json")
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the statistics of a checkpoint, or begin with none if it is empty."""
-        self.state = check_settings(DivergenceState, state, "the statistics of divergence")
 
     @override
     def on_step_sums(self, trainer: TrainerView, sums: StepSums) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,8 @@ class MetricsLog:
         last_step = {"train": step, "valid": validation_step}
         remaining = [line for line in self.folder.metrics() if line["step"] <= last_step.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in remaining))
-        self._open_board(step)
-        for line in remaining:
-            if line["step"] == step:  # TensorBoard hides this step of the older files too
-                self._add_to_board(line)
+        # TensorBoard hides this step of the older files too
+        self._add_to_board([line for line in remaining if line["step"] == step], purge_step=step)
 
     def write(self, split: str, step: int, sums: Sums, seconds: float, **extra: float) -> Metrics:
         """Return a line of metrics; the first process appends it to the files.
@@ -74,8 +73,7 @@ class MetricsLog:
             file = self.folder.path / "metrics.jsonl"
             with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(metrics) + "\n")
-            self._open_board(None)
-            self._add_to_board(metrics)
+            self._add_to_board([metrics])
         return metrics
 
     def close(self) -> None:
@@ -84,23 +82,26 @@ class MetricsLog:
             self._board.close()
         self._board = None
 
-    def _add_to_board(self, metrics: Metrics) -> None:
-        if self._board is None:
+    def _add_to_board(self, lines: Sequence[Metrics], purge_step: int | None = None) -> None:
+        """Add lines to the TensorBoard file, if the run has one.
+
+        Args:
+            lines: the lines.
+            purge_step: if the file is new, TensorBoard ignores steps from this one on in older files of the run.
+        """
+        if not self.folder.config.train.tensorboard:
             return
-        with as_user_error(f"writing {self.folder.path / 'tensorboard'}"):
-            for name, value in metrics.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._board.add_scalar(f"{metrics['split']}/{name}", value, metrics["step"])
+        log_dir = str(self.folder.path / "tensorboard")
+        with as_user_error(f"writing {log_dir}"):
+            if self._board is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(log_dir, purge_step=purge_step)
+            for metrics in lines:
+                for name, value in metrics.items():
+                    if isinstance(value, int | float) and name != "step":
+                        self._board.add_scalar(f"{metrics['split']}/{name}", value, metrics["step"])
             self._board.flush()  # a killed run must not lose metrics from before its checkpoint
-
-    def _open_board(self, first_step: int | None) -> None:
-        """Open a TensorBoard file; TensorBoard ignores steps from `first_step` on in older files of the run."""
-        if self._board is None and self.folder.config.train.tensorboard:
-            log_dir = str(self.folder.path / "tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            with as_user_error(f"writing {log_dir}"):
-                self._board = SummaryWriter(log_dir, purge_step=first_step)
 
 
 def check_tensorboard(config: TrainConfig) -> None:

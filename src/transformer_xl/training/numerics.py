@@ -6,17 +6,14 @@ is fastest and records it with its checkpoints, and a resumed run goes on with w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.device import Precision, resolve_dtype
-from transformer_xl.model.dropout import FastDropout, dropout_kernel, fastest_dropout_kernel
+from transformer_xl.model.dropout import FastDropout, fastest_dropout_kernel
 from transformer_xl.model.kernels import KERNELS, choose
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.linear import fastest_matmul_library, matmul_library, packs
+from transformer_xl.model.linear import fastest_matmul_library, packs
 from transformer_xl.native import status
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 
@@ -64,16 +61,6 @@ def choose_numerics(
         name: max((getattr(one, name) for one in everywhere), key=order.index) for name, order in _ORDERS.items()
     }
     return preferred.model_copy(update=slowest)
-
-
-@contextmanager
-def numerics_applied(numerics: Numerics) -> Iterator[None]:
-    """Within this context, products and dropout on a CPU are those of a run; the kernel is an attribute of the model.
-
-    The backward pass belongs into the context too, as layers may be computed again in it.
-    """
-    with matmul_library(numerics.matmul_library), dropout_kernel(numerics.dropout_kernel):
-        yield
 
 
 def differences(recorded: Numerics, used: Numerics, model: LanguageModel, device: torch.device) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,34 +43,38 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
             the last layer and what follows it have the full rate, and embeddings the rate of a layer below the first.
             Groups have it as `rate_factor`; those of embeddings with a rate of their own have `is_embedding`.
     """
-    num_layers = len(model.layers)
-    trained = [item for item in model.named_parameters() if item[1].requires_grad]
-    matrices = [item for item in trained if config.optimizer == "muon" and item[0].startswith("layers.")]
-    matrices = [item for item in matrices if item[1].ndim == 2 and ".lora_" not in item[0]]
-    in_muon = {id(parameter) for _, parameter in matrices}
-    # parameters by whether they decay, by their rate, and by whether they have that of the embedding
-    groups: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
-    for name, parameter in trained:
-        if id(parameter) not in in_muon:
-            key = (
-                parameter.ndim == 2 or config.optimizer == "adam",
-                _rate_factor(name, num_layers, layer_rate_decay),
-                config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS),
-            )
-            groups.setdefault(key, []).append(parameter)
-    adam_groups = [
-        {
-            "params": groups[key],
-            "weight_decay": config.weight_decay * key[0],
-            "rate_factor": key[1],
-            "is_embedding": key[2],
-        }
-        for key in sorted(groups, reverse=True)
-    ]
+    # parameters by their rate, and in Muon by the side of their blocks, in Adam by whether they decay and whether they
+    # have the rate of the embedding
+    muon: dict[tuple[float, int], list[nn.Parameter]] = {}
+    adam: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        factor, is_matrix = _rate_factor(name, len(model.layers), layer_rate_decay), parameter.ndim == 2
+        if config.optimizer == "muon" and is_matrix and name.startswith("layers.") and ".lora_" not in name:
+            block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+            muon.setdefault((factor, block_dim), []).append(parameter)
+        else:
+            is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
+            adam.setdefault((is_matrix or config.optimizer == "adam", factor, is_embedding), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
-    if matrices:
-        optimizers.append(Muon(_muon_groups(matrices, model, layer_rate_decay), config))
-    if adam_groups:
+    if muon:
+        width = model.config.block_width
+        muon_groups = [
+            {"params": params, "block_dim": block_dim, "block_width": width, "rate_factor": factor}
+            for (factor, block_dim), params in muon.items()
+        ]
+        optimizers.append(Muon(muon_groups, config))
+    if adam:
+        adam_groups = [
+            {
+                "params": params,
+                "weight_decay": config.weight_decay * decays,
+                "rate_factor": factor,
+                "is_embedding": is_embedding,
+            }
+            for (decays, factor, is_embedding), params in sorted(adam.items(), key=itemgetter(0), reverse=True)
+        ]
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         optimizers.append(kind(adam_groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True))
     return tuple(optimizers)
@@ -151,29 +156,6 @@ def _rate_factor(name: str, num_layers: int, decay: float) -> float:
     if name.startswith("layers."):
         return decay ** (num_layers - 1 - int(name.split(".")[1]))
     return decay**num_layers if name.startswith(_EMBEDDINGS) else 1.0
-
-
-def _muon_groups(
-    matrices: Iterable[tuple[str, nn.Parameter]], model: LanguageModel, layer_rate_decay: float
-) -> list[dict[str, Any]]:
-    """Return Muon's parameter groups: by rate, and matrices whose rows or columns belong to heads or hidden units.
-
-    Args:
-        matrices: the matrices of the layers with their names.
-        model: the model.
-        layer_rate_decay: as for `build_optimizers`.
-    """
-    config = model.config
-    width = config.block_width
-    groups: dict[tuple[float, int], list[nn.Parameter]] = {}
-    for name, parameter in matrices:
-        factor = _rate_factor(name, len(model.layers), layer_rate_decay)
-        block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
-        groups.setdefault((factor, block_dim), []).append(parameter)
-    return [
-        {"params": params, "block_dim": dim, "block_width": width, "rate_factor": factor}
-        for (factor, dim), params in groups.items()
-    ]
 
 
 class Muon(torch.optim.Optimizer):

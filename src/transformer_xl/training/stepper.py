@@ -29,7 +29,9 @@ from typing_extensions import override
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
+from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.linear import matmul_library
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
@@ -44,7 +46,7 @@ from transformer_xl.training.distributed import (
     set_random_state,
     shard_rows,
 )
-from transformer_xl.training.numerics import choose_numerics, differences, numerics_applied
+from transformer_xl.training.numerics import choose_numerics, differences
 from transformer_xl.training.optimizers import (
     build_optimizers,
     empty_optimizer_state,
@@ -148,6 +150,8 @@ class Stepper:
         self.optimizers = build_optimizers(model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)
         self.position = BatchPosition(0, DatasetPosition())
+        self.micro_batches = micro_batches(dataset.local_batch_size, config, world.size)
+        """The batch rows of each micro-batch."""
         self.memories = self.initial_memories()
         """The memory of each micro-batch."""
 
@@ -158,8 +162,7 @@ class Stepper:
 
     def initial_memories(self) -> tuple[Memory, ...]:
         """Return an empty memory for each micro-batch."""
-        parts = micro_batches(self.dataset.local_batch_size, self.config, self.world.size)
-        return tuple(self.model.initial_memory(len(rows)) for rows in parts)
+        return tuple(self.model.initial_memory(len(rows)) for rows in self.micro_batches)
 
     def step(self) -> tuple[Tensor, int]:
         """Train on the next batch.
@@ -207,13 +210,13 @@ class Stepper:
         counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
         weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
         inputs_BX, targets_BT = to_device(torch.from_numpy(batch.inputs_BX), self.device), batch.targets_BT
-        nats, start = torch.zeros((), device=self.device), 0
+        nats = torch.zeros((), device=self.device)
         new_memories: list[Memory] = []
-        for index, memory in enumerate(self.memories):
-            rows = slice(start, start + memory.batch_size)
-            start = rows.stop
-            self.world.set_gradient_sync(self.wrapped_model, index + 1 == len(self.memories))
-            with numerics_applied(self.numerics):
+        for indices, memory in zip(self.micro_batches, self.memories, strict=True):
+            rows = slice(indices.start, indices.stop)
+            self.world.set_gradient_sync(self.wrapped_model, indices is self.micro_batches[-1])
+            # around the backward pass too, as layers may be computed again in it
+            with matmul_library(self.numerics.matmul_library), dropout_kernel(self.numerics.dropout_kernel):
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.wrapped_model(
                         inputs_BX[rows], targets_BT[rows], memory, done
@@ -221,7 +224,6 @@ class Stepper:
                 ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (losses_BT.detach() * weight_BT[rows]).sum()
             new_memories.append(memory)
-        assert start == len(inputs_BX)
         self.memories = tuple(new_memories)
         grad_norm = self._clip_and_apply()
         return torch.stack([sum.to(nats.dtype) for sum in (self.world.sum(nats), counts[0], grad_norm, counts[1])])
@@ -298,7 +300,7 @@ class Stepper:
         if old == new:
             tensors = {name: local_tensor(tensor) for name, tensor in _without_prefix("memory", state).items()}
             memory = self._memory().with_tensors(tensors)
-            parts = micro_batches(memory.batch_size, self.config, self.world.size)
+            parts = self.micro_batches
             self.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
         else:
             position = position.model_copy(update={"segment_index": position.segment_index * old // new})

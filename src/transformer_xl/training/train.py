@@ -150,11 +150,9 @@ def train(
         UserError: settings, corpus or run folder are invalid, the loss is no longer finite, or the disk is full.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    known = (str, Path, RunConfig, type(None))
-    check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     corpus_path = corpus_folder(corpus)
     if run is None:
-        run = default_run(corpus_path, None if isinstance(config, RunConfig) else config)
+        run = default_run(corpus_path, config if isinstance(config, str | Path) else None)
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
     start = partial(start_run, config, corpus_path, as_path(run, "run"), overrides)
     return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -206,7 +204,8 @@ def resume(
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")
     moved_base = None if base is None else as_path(base, "base", "give the folder of a run")
-    check_type(from_step, (int, type(None)), "from_step", "give the step of a checkpoint")
+    if isinstance(from_step, bool) or not isinstance(from_step, int | None):
+        raise UserError(f"from_step is {from_step!r}; give the step of a checkpoint, an integer")
     moved_corpus = None if corpus is None else corpus_folder(corpus)
     start = partial(_resume, path, moved_corpus, moved_base, overrides, from_step)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -361,6 +360,8 @@ def complete_settings(
     log: Callable[[str], None],
 ) -> tuple[RunConfig, Corpus]:
     """Return the complete settings of a new run, and its corpus."""
+    known = (str, Path, RunConfig, type(None))
+    check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     if isinstance(config, RunConfig):
         settings = merge(config.model_dump(exclude={"history", "finetune"}), overrides)
     elif config is not None:

@@ -34,7 +34,7 @@ from transformer_xl.training.checkpoint import (
 )
 from transformer_xl.training.data import open_data
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
-from transformer_xl.training.health import HealthCallback
+from transformer_xl.training.health import DivergenceState, HealthCallback
 from transformer_xl.training.metrics_log import MetricsLog
 from transformer_xl.training.stepper import Stepper
 
@@ -151,7 +151,8 @@ class Trainer:
         record, tensors, batch_size = load_checkpoint(path, folder, self.model, stepper.empty_tensors, self.world)
         with self.world.raise_together():
             values = {**record.state}
-            self.health.load_state_dict(values.pop("divergence", {}))
+            health = check_settings(DivergenceState, values.pop("divergence", {}), "the statistics of divergence")
+            self.health.state = health
             self.state = check_settings(TrainerState, values, str(path / "training.json"))
             # checkpoints of earlier versions have no settings; only config.yaml has those
             earlier = trained_config(path) or RunFolder.open(folder.path).config
@@ -165,7 +166,7 @@ class Trainer:
             warnings.append("the validation text has changed, so the search for the best weights starts over")
         is_changed = self.folder.config.history != earlier.history
         if is_changed:  # with other settings the losses may be others
-            self.health.load_state_dict({})
+            self.health.state = DivergenceState()
         # a run that is to end at this step has no next checkpoint, so this one is written again if settings changed
         ends_here = self.state.step == self.config.max_steps and is_changed
         self._saved_state = None if ends_here else self.state
@@ -332,7 +333,7 @@ class Trainer:
             self.folder,
             self.model,
             tensors,
-            {**self.state.model_dump(mode="json"), "divergence": self.health.state_dict()},
+            {**self.state.model_dump(mode="json"), "divergence": self.health.state.model_dump(mode="json")},
             self.stepper.numerics,
             self.world,
             good_step=self.health.state.lowest_step,
