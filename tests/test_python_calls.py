@@ -144,6 +144,12 @@ WRONG_CALLS = {  # what the message must say: a call
     "the text is of type int (5); give str or bytes": lambda run, corpus, path: score(run, [5]),
     "texts is of type NoneType; give a text": lambda run, corpus, path: score(run, None),
     "the text is of type int (6); give str or bytes": lambda run, corpus, path: prepare(documents=["a", 6], out=path),
+    "seed is of type bool (True); give an integer": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, seed=True
+    ),
+    "num_workers is of type bool (True)": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, num_workers=True
+    ),
     "documents is of type int (5); give texts": lambda run, corpus, path: prepare(documents=5, out=path),
     "the text is of type Corpus; give paths": lambda run, corpus, path: prepare(corpus, path),
     "config is of type TrainConfig; give a recipe": lambda run, corpus, path: train(TrainConfig(), corpus, path),

@@ -59,6 +59,7 @@ BAD_COMMANDS = [
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     ("prepare --train text.txt --test-fraction 0", "--test-fraction cannot change them; leave that out"),
     ("prepare python-stdlib --seed 2 --split-method end", "fixed, so --split-method, --seed cannot change them"),
+    ("prepare text.txt --seed 1.5", 'Invalid value for --seed: unable to convert "1.5" into int'),
     ("prepare text.txt --seed 2 --split-method end", "--seed 2 is for --split-method random"),
     ("prepare text.txt --encoding utf9", "--encoding utf9 is no encoding of text; give one such as utf-8"),
     ("prepare text.txt --encoding base64", "--encoding base64 is no encoding of text"),

@@ -41,7 +41,7 @@ class TextOptions:
     split_method: Literal["random", "end"] | None = None
     """random draws valid and test from all over the text: whole files or, where those are few or of very unequal size,
     blocks; end takes the end of the joined text. [default: random]"""
-    seed: int | None = None
+    seed: Annotated[int | None, Integer] = None
     """Seed of the random split. [default: 1]"""
     include: Patterns = None
     """Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]"""

@@ -34,14 +34,15 @@ def check_type(value: object, kinds: type | tuple[type, ...], name: str, advice:
 
     Args:
         value: the argument.
-        kinds: the types that are right.
+        kinds: the types that are right; a bool is no number.
         name: name of the argument, with which the message begins.
         advice: what to give instead.
 
     Raises:
         UserError: the type is another one.
     """
-    if not isinstance(value, kinds):
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & set(allowed)):
         shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
         raise UserError(f"{name} is of type {type(value).__name__}{shown}; {advice}")
 

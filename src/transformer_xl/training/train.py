@@ -204,8 +204,7 @@ def resume(
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")
     moved_base = None if base is None else as_path(base, "base", "give the folder of a run")
-    if isinstance(from_step, bool) or not isinstance(from_step, int | None):
-        raise UserError(f"from_step is {from_step!r}; give the step of a checkpoint, an integer")
+    check_type(from_step, (int, type(None)), "from_step", "give the step of a checkpoint, an integer")
     moved_corpus = None if corpus is None else corpus_folder(corpus)
     start = partial(_resume, path, moved_corpus, moved_base, overrides, from_step)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
