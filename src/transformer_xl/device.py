@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.filesize import decimal
 
 from transformer_xl.config import UserError, nearest
 
 _MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_UNITS = (("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("PB", 10**15))
 _SMALL_BYTES = 2**26  # not worth a look at what is available
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -159,8 +159,8 @@ def require_memory(task: str, uses: Sequence[MemoryUse], device: torch.device) -
         return
     chosen = next((use for use in uses if use.bytes > available), max(uses, key=lambda use: use.bytes))
     raise UserError(
-        f"{task} needs at least {_readable(needed)} of memory ({_readable(chosen.bytes)} for {chosen.name}), and "
-        f"{_readable(max(0, available))} are available on {device}; {chosen.advice}"
+        f"{task} needs at least {decimal(needed)} of memory ({decimal(chosen.bytes)} for {chosen.name}), and "
+        f"{decimal(max(0, available))} are available on {device}; {chosen.advice}"
     )
 
 
@@ -224,9 +224,3 @@ def _numbers(file: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
-
-
-def _readable(size: int) -> str:
-    """Return a size in bytes with a unit: 12.5 GB."""
-    unit = max((unit for unit in _UNITS if unit[1] <= size), key=lambda unit: unit[1], default=_UNITS[0])
-    return f"{size / unit[1]:,.1f} {unit[0]}"

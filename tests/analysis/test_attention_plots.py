@@ -16,7 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from transformer_xl.analysis.attention_maps import TermMaps, trace_attention
 from transformer_xl.analysis.attention_plots import draw_heads, draw_losses, draw_means, draw_terms, save
-from transformer_xl.analysis.loss_by_distance import LossByDistance
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 
@@ -97,10 +96,12 @@ def test_labels_in_other_scripts_are_escaped_and_truncated(make_model, tokens):
 
 
 def test_loss_plot_shows_losses_and_counts():
-    losses, errors = np.linspace(3, 2, 12), np.array([np.nan, *np.full(11, 0.1)])
     # groups of tokens by distance from the start of their document: largest distance, number of tokens, mean loss and
     # its standard error
-    loss = LossByDistance(2 ** np.arange(12), np.arange(12) + 1, losses, errors)
+    loss = [
+        {"up_to_distance": 2**g, "tokens": g + 1, "nats_per_token": 3 - g / 11, "standard_error": 0.1 if g else None}
+        for g in range(12)
+    ]
     figure = draw_losses({"one": loss, "other": loss}, "a document")
     upper, lower = figure.axes
     names = [label.get_text() for label in lower.get_xticklabels()]
@@ -108,4 +109,4 @@ def test_loss_plot_shows_losses_and_counts():
     assert names[-1] == "1,025-\n2,048"
     check_labels(figure, lower, "x")
     assert [text.get_text() for text in upper.get_legend().get_texts()] == ["one", "other"]
-    np.testing.assert_array_equal([bar.get_height() for bar in lower.patches], loss.count_G)
+    np.testing.assert_array_equal([bar.get_height() for bar in lower.patches], [row["tokens"] for row in loss])

@@ -3,7 +3,7 @@
 10 is the id of the BOS token in all texts. The fixtures make_model and tokens (tests/conftest.py) make a small model
 with random weights and random token ids.
 
-Shape suffixes: G groups of distances, N documents.
+Shape suffixes: N documents.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def test_groups_equal_plain_loops(make_model, tokens, reset_memory):
             # groups are distances 1, 2, 3 to 4, 5 to 8 and so on
             groups.setdefault((distance - 1).bit_length(), []).append(loss)
     assert sum(progress) == 53
-    assert result.max_distance_G.tolist() == [1, 2, 4, 8, 16, 32]
+    assert [row["up_to_distance"] for row in result] == [1, 2, 4, 8, 16, 32]
     assert sorted(groups) == list(range(6))
     for group, losses in groups.items():
-        assert result.count_G[group] == len(losses)
-        assert result.loss_G[group] == pytest.approx(mean(losses), rel=1e-10)
-        assert result.error_G[group] == pytest.approx(stdev(losses) / math.sqrt(len(losses)), rel=1e-6)
+        assert result[group]["tokens"] == len(losses)
+        assert result[group]["nats_per_token"] == pytest.approx(mean(losses), rel=1e-10)
+        assert result[group]["standard_error"] == pytest.approx(stdev(losses) / math.sqrt(len(losses)), rel=1e-6)
 
 
 def test_text_without_documents_is_split_into_chunks(tokens):
@@ -58,6 +58,6 @@ def test_text_without_documents_is_split_into_chunks(tokens):
 
 def test_single_token_has_no_standard_error(make_model, tokens):
     ids = tokens(1, 2)[0].numpy().astype(np.uint8)
-    (first, second) = loss_by_distance(make_model(), TokenizedText(ids, 10), PLAN, reset_memory=True).as_dicts()
+    (first, second) = loss_by_distance(make_model(), TokenizedText(ids, 10), PLAN, reset_memory=True)
     assert first.keys() == {"up_to_distance", "tokens", "nats_per_token", "standard_error"}
     assert (first["tokens"], first["standard_error"], second["up_to_distance"]) == (1, None, 2)

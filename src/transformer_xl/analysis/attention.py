@@ -9,7 +9,7 @@ Shape suffixes: L layers, N heads, P distances between query and key, K tokens o
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformer_xl.analysis.attention_maps import (
     trace_attention,
 )
 from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
-from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_documents
+from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_documents
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
@@ -162,9 +162,9 @@ def analyze_attention(
                 for layer, head in np.ndindex(maps.shape)
             ],
             "chunk_length": chunk_length,
-            "loss": {name: loss.as_dicts() for name, loss in losses.items()},
+            "loss": losses,
         }
-        _write(temporary, values, folder, tokens, means.mean_LNP(distance), maps, losses)
+        _write(temporary, values, folder, tokens, means.mean_LNP(distance), maps)
     return values
 
 
@@ -227,13 +227,12 @@ def _write(
     text: TokenizedText,
     mean_LNP: npt.NDArray[np.float64],
     maps: TermMaps,
-    losses: Mapping[str, LossByDistance],
 ) -> None:
     """Write plots, page and values to the folder `out`, and add the file names to the values."""
     heads = [(layer, head) for layer, head in values["plotted_heads"]]
     chunk_length = values["chunk_length"]
     subject = "a document" if chunk_length is None else f"a chunk of {pluralize(chunk_length)}"
-    loss_plot = plots.draw_losses({_MEMORY_LABELS[name]: loss for name, loss in losses.items()}, subject)
+    loss_plot = plots.draw_losses({_MEMORY_LABELS[name]: loss for name, loss in values["loss"].items()}, subject)
     tokens = token_texts(folder.tokenizer, text.tokens_K[: maps.num_tokens])
     term_files: list[str] = []
     for layer, head in heads:

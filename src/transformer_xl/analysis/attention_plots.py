@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from transformer_xl.analysis.attention_maps import TermMaps, pluralize
 from transformer_xl.analysis.attention_page import truncate
-from transformer_xl.analysis.loss_by_distance import LossByDistance
 from transformer_xl.analysis.plots import COLOURS, tidy
 
 Head = tuple[int, int]
@@ -124,30 +124,33 @@ def draw_terms(maps: TermMaps, head: Head, labels: Sequence[str]) -> Figure:
     return figure
 
 
-def draw_losses(losses: Mapping[str, LossByDistance], subject: str) -> Figure:
+def draw_losses(losses: Mapping[str, Sequence[Mapping[str, Any]]], subject: str) -> Figure:
     """Draw mean loss by distance from a document's start, a line for each entry, with standard errors and counts.
 
     Args:
-        losses: losses of the same tokens under different settings, by the label of the line.
+        losses: results of `loss_by_distance` for the same tokens under different settings, by the label of the line.
         subject: where distances start, such as "a document".
     """
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    for index, (label, loss) in enumerate(losses.items()):
-        group_G = np.arange(len(loss.loss_G)) + 0.08 * (index - 0.5)  # shifted, so that error bars do not overlap
+    for index, (label, groups) in enumerate(losses.items()):
+        group_G = np.arange(len(groups)) + 0.08 * (index - 0.5)  # shifted, so that error bars do not overlap
+        loss_G, error_G = (
+            np.array([group[name] for group in groups], dtype=float) for name in ("nats_per_token", "standard_error")
+        )
         upper.errorbar(
-            group_G, loss.loss_G, loss.error_G, fmt="os"[index % 2] + _STYLES[index % len(_STYLES)],
+            group_G, loss_G, error_G, fmt="os"[index % 2] + _STYLES[index % len(_STYLES)],
             color=COLOURS[index], capsize=2, markersize=4, label=label,
         )  # fmt: skip
     first = next(iter(losses.values()))
-    lower.bar(np.arange(len(first.count_G)), first.count_G, color="0.6", width=0.6)
+    lower.bar(range(len(first)), [group["tokens"] for group in first], color="0.6", width=0.6)
     lower.set_yscale("log")
     lower.set(ylabel="tokens", xlabel=f"distance from the start of {subject}, in tokens (1: its first)")
-    edges = [0, *first.max_distance_G.tolist()]
-    groups = [f"{end:,}" if start + 1 == end else f"{start + 1:,}-{end:,}" for start, end in pairwise(edges)]
+    edges = [0, *(group["up_to_distance"] for group in first)]
+    ranges = [f"{end:,}" if start + 1 == end else f"{start + 1:,}-{end:,}" for start, end in pairwise(edges)]
     # long labels are broken into two lines
-    names = [group if len(group) < 8 else group.replace("-", "-\n") for group in groups]
-    lower.set_xticks(np.arange(len(names)), names, fontsize=8)
+    names = [text if len(text) < 8 else text.replace("-", "-\n") for text in ranges]
+    lower.set_xticks(range(len(names)), names, fontsize=8)
     upper.set(title="Loss by distance from the start (bars: one standard error)", ylabel="nats per token")
     for axes in (upper, lower):
         tidy(axes)

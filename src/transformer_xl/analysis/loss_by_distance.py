@@ -6,44 +6,16 @@ and the end of the text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.inference import TokenModel
 
 _MIN_CHUNKS = 8  # with fewer chunks, the mean loss near a start would be too noisy
-
-
-@dataclass(frozen=True, eq=False)
-class LossByDistance:
-    """Mean loss at distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1."""
-
-    max_distance_G: npt.NDArray[np.int64]
-    """The largest distance of each group: 1, 2, 4, 8, ..."""
-    count_G: npt.NDArray[np.int64]
-    """Number of tokens in each group."""
-    loss_G: npt.NDArray[np.float64]
-    """Mean loss in nats per token."""
-    error_G: npt.NDArray[np.float64]
-    """Standard error of the mean loss, taking tokens as independent; nan for a group of one token."""
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each group, for JSON; nan becomes None."""
-        columns = (self.max_distance_G, self.count_G, self.loss_G, self.error_G)
-        return [
-            {
-                "up_to_distance": distance,
-                "tokens": count,
-                "nats_per_token": loss,
-                "standard_error": None if np.isnan(error) else error,
-            }
-            for distance, count, loss, error in zip(*(column.tolist() for column in columns), strict=True)
-        ]
 
 
 def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
@@ -70,7 +42,7 @@ def loss_by_distance(
     *,
     reset_memory: bool,
     progress: ProgressCallback | None = None,
-) -> LossByDistance:
+) -> list[dict[str, Any]]:
     """Score a text, and group the losses by distance from the start of their document.
 
     Args:
@@ -79,6 +51,11 @@ def loss_by_distance(
         plan: how the text is scored; its `reset_memory` is replaced.
         reset_memory: whether memory is reset at the start of each document, or continues; the groups are the same.
         progress: called with the number of tokens scored since the last call.
+
+    Returns:
+        A dictionary for each group, for JSON: the largest distance, the number of tokens, the mean loss in nats per
+        token, and its standard error, which takes tokens as independent and is None for a group of one token. The
+        groups are distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1.
 
     Raises:
         UserError: weights are not finite.
@@ -95,5 +72,15 @@ def loss_by_distance(
             total_G += np.bincount(group_K, weight_K, minlength=len(total_G))
     mean_G = sum_G / count_G
     variance_G = np.maximum(square_sum_G / count_G - mean_G**2, 0)
-    freedom_G = np.where(count_G > 1, count_G - 1, np.nan)  # degrees of freedom
-    return LossByDistance(max_distance_G, count_G.astype(np.int64), mean_G, np.sqrt(variance_G / freedom_G))
+    error_G = np.sqrt(variance_G / np.where(count_G > 1, count_G - 1, np.nan))  # with count - 1 degrees of freedom
+    return [
+        {
+            "up_to_distance": distance,
+            "tokens": int(count),
+            "nats_per_token": mean,
+            "standard_error": None if np.isnan(error) else error,
+        }
+        for distance, count, mean, error in zip(
+            *(column_G.tolist() for column_G in (max_distance_G, count_G, mean_G, error_G)), strict=True
+        )
+    ]

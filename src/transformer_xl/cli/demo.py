@@ -31,32 +31,18 @@ def demo(
     max_tokens
         Number of test tokens to score, from the start of the test text. [default: all]
     """
-    from transformer_xl.reproduction.demo import COLUMNS, CURVE_COLUMNS, PROMPT, run_demo
+    from transformer_xl.reproduction.demo import COLUMNS, CURVE_COLUMNS, curve_rows, rows, run_demo
 
-    result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
-    run = result.training
+    run, values = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
     if not run.finished:
         say(f"stopped at step {run.step:,}; 'txl demo' starts over")
         return 128 + (run.stop_signal or 2)
     if json:
-        values = {
-            "run": str(run.path),
-            "report": str(result.report),
-            "test": result.test,
-            "by_memory_length": list(result.curve.values()),
-            "gzip_bits_per_byte": result.compressors["gzip -9"],
-            "xz_bits_per_byte": result.compressors["xz -9"],
-            "prompt": PROMPT,
-            "sample": result.sample,
-            "seconds": result.seconds,
-            "parameters": result.parameters,
-            "date": result.date,
-            **result.environment,
-        }
         print_json(values)
-    else:
-        print(f"\nA sample, generated from {PROMPT!r}:\n\n{PROMPT}{result.sample}\n")
-        print_table(f"Test: {result.test['bytes']:,} bytes of files never seen in training", COLUMNS, result.rows())
-        print_table(f"The first {result.num_curve_bytes:,} of these bytes", CURVE_COLUMNS, result.curve_rows())
-        print(f"report: {result.report}   ({result.seconds:,.0f} s in all)")
+        return 0
+    num_bytes, num_curve_bytes = values["test"]["bytes"], values["by_memory_length"][0]["bytes"]
+    print(f"\nA sample, generated from {values['prompt']!r}:\n\n{values['prompt']}{values['sample']}\n")
+    print_table(f"Test: {num_bytes:,} bytes of files never seen in training", COLUMNS, rows(values))
+    print_table(f"The first {num_curve_bytes:,} of these bytes", CURVE_COLUMNS, curve_rows(values))
+    print(f"report: {values['report']}   ({values['seconds']:,.0f} s in all)")
     return 0

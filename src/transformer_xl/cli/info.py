@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,6 @@ from transformer_xl.files import as_user_error
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    import torch
-
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
 
@@ -107,6 +104,7 @@ def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
     These are the products of training, and those with packed weights, where no gradients are computed.
     """
     import torch
+    from torch.utils.benchmark import Timer
 
     from transformer_xl.device import has_bfloat16
     from transformer_xl.model.linear import PackedLinear
@@ -123,24 +121,11 @@ def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
                 layer = layer_class(width_in, width_out, bias=False, device=device, dtype=dtype)
                 if isinstance(layer, PackedLinear) and not with_gradients:
                     layer.pack(dtype)
+                timer = Timer("layer(x)", globals={"layer": layer, "x": x_RI}, num_threads=torch.get_num_threads())
                 with torch.set_grad_enabled(with_gradients):
-                    found[way] = round(2e-9 * rows * width_in * width_out / _seconds(layer, x_RI), 1)
+                    seconds = min(timer.blocked_autorange(min_run_time=0.25).times)
+                found[way] = round(2e-9 * rows * width_in * width_out / seconds, 1)
     return speeds
-
-
-def _seconds(layer: torch.nn.Module, x_RI: torch.Tensor) -> float:
-    """Return the shortest time of the calls of a layer within a quarter of a second, at least two."""
-    import torch
-
-    wait = torch.cuda.synchronize if x_RI.is_cuda else lambda: None
-    times, end = list[float](), time.perf_counter() + 0.25
-    while len(times) < 2 or time.perf_counter() < end:
-        wait()
-        start = time.perf_counter()
-        layer(x_RI)
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> dict[str, Any]:

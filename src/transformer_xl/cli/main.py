@@ -109,7 +109,9 @@ def run(arguments: list[str]) -> int:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
-        print(f"txl: error: {_without_controls(message)}", file=sys.stderr)
+        from transformer_xl.cli.output import printable
+
+        print(f"txl: error: {printable(message)}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2
@@ -124,11 +126,6 @@ def _is_nonzero_rank() -> bool:
 def _discard_output() -> None:
     """Redirect standard output to /dev/null, so that flushing it at exit cannot fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _without_controls(text: str) -> str:
-    """Return the text with escapes for characters that a terminal would act on, which names in files may have."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _user_message(error: Exception) -> str | None:

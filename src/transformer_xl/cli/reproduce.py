@@ -194,4 +194,4 @@ def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enw
     reproduction = scale.open()
     from transformer_xl.reproduction import tables
 
-    print(f"report: {tables.reproduce_all(reproduction, smoke=scale.smoke, speed_recipe=speed_recipe)}")
+    print(f"report: {tables.reproduce_all(reproduction, speed_recipe=speed_recipe)}")

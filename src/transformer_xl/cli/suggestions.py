@@ -7,12 +7,7 @@ from difflib import get_close_matches
 
 from transformer_xl.config import OTHER_NAMES
 
-# what has no flag here
-_ADVICE = {
-    "epochs": "training is counted in steps of batch_size * segment_length tokens; give --train.max-steps, or "
-    "--train.max-epochs to limit it",
-}
-_ADVICE |= dict.fromkeys(("num-train-epochs", "epoch", "num-epochs", "n-epochs"), _ADVICE["epochs"])
+_EPOCHS = ("epochs", "num-train-epochs", "epoch", "num-epochs", "n-epochs")  # there is no flag for them
 
 
 def unknown_flag(flag: str, known: Sequence[str]) -> str:
@@ -25,8 +20,11 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
     text, name = f"no option {flag}", flag.lstrip("-").split("=")[0].rpartition(".")[2].replace("_", "-").lower()
     if flag.split("=")[0] in known:
         return f"{flag} stands after --, which ends the options; write options before it"
-    if name in _ADVICE and "--train.max-steps" in known:
-        return f"{text}: {_ADVICE[name]}"
+    if name in _EPOCHS and "--train.max-steps" in known:
+        return (
+            f"{text}: training is counted in steps of batch_size * segment_length tokens; give --train.max-steps, or "
+            "--train.max-epochs to limit it"
+        )
     flags = [option for option in dict.fromkeys(known) if option.startswith("--") and "*" not in option]
     ends = {option: option.removeprefix("--").rpartition(".")[2] for option in flags}
     wanted = [name, OTHER_NAMES.get(name, "")]

@@ -10,7 +10,7 @@ import json
 import lzma
 import shutil
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -53,54 +53,27 @@ _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """What the demo trained and measured; only `training` and `report` are set if training was stopped."""
+def rows(values: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of results, under COLUMNS, from the values of `run_demo`."""
+    test = values["test"]
+    name = f"Transformer-XL, memory {test['memory_length']:,}"
+    return [
+        [name, f"{test['bits_per_byte']:.3f}", f"{test['tokens_per_second']:,.0f}"],
+        *([f"{name} -9", f"{values[f'{name}_bits_per_byte']:.3f}", ""] for name in ("gzip", "xz")),
+    ]
 
-    training: TrainResult
-    report: Path
-    """Path of the report, written if training was finished."""
-    test: dict[str, Any] = field(default_factory=dict)
-    """`EvaluationResult.as_dict` of the test text, with the memory length that `evaluate` takes by itself."""
-    curve: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """`EvaluationResult.as_dict` of the first part of the test text, by memory length."""
-    compressors: dict[str, float] = field(default_factory=dict)
-    """Bits per byte of gzip and xz on the same bytes, by command, such as `gzip -9`."""
-    sample: str = ""
-    """Text that the model generated after PROMPT."""
-    seconds: float = 0.0
-    """Duration of the whole demo."""
-    parameters: int = 0
-    """Number of parameters of the model."""
-    date: str = ""
-    """Local time at which the demo started, with the offset from UTC, as in ISO 8601."""
-    environment: dict[str, Any] = field(default_factory=dict)
-    """Device, processor, cores, threads and versions."""
 
-    @property
-    def num_curve_bytes(self) -> int:
-        """Number of test bytes that were scored with each memory length."""
-        return next(iter(self.curve.values()))["bytes"]
-
-    def rows(self) -> list[list[str]]:
-        """Return the rows of the table of results, under COLUMNS."""
-        name = f"Transformer-XL, memory {self.test['memory_length']:,}"
-        return [
-            [name, f"{self.test['bits_per_byte']:.3f}", f"{self.test['tokens_per_second']:,.0f}"],
-            *([name, f"{bits:.3f}", ""] for name, bits in self.compressors.items()),
+def curve_rows(values: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of results by memory length, under CURVE_COLUMNS, from the values of `run_demo`."""
+    notes = {0: " (none)", RunFolder.open(values["run"]).config.train.memory_length: " (as trained)"}
+    return [
+        [
+            f"{scores['memory_length']:,}{notes.get(scores['memory_length'], '')}",
+            f"{scores['bits_per_byte']:.3f}",
+            f"{scores['tokens_per_second']:,.0f}",
         ]
-
-    def curve_rows(self) -> list[list[str]]:
-        """Return the rows of the table of results by memory length, under CURVE_COLUMNS."""
-        notes = {0: " (none)", RunFolder.open(self.training.path).config.train.memory_length: " (as trained)"}
-        return [
-            [
-                f"{length:,}{notes.get(length, '')}",
-                f"{scores['bits_per_byte']:.3f}",
-                f"{scores['tokens_per_second']:,.0f}",
-            ]
-            for length, scores in self.curve.items()
-        ]
+        for scores in values["by_memory_length"]
+    ]
 
 
 def run_demo(
@@ -111,7 +84,7 @@ def run_demo(
     device: str = "auto",
     threads: int | None = None,
     handle_signals: bool = False,
-) -> DemoResult:
+) -> tuple[TrainResult, dict[str, Any]]:
     """Train a small model on the Python standard library, evaluate it at several memory lengths, and generate.
 
     Args:
@@ -121,6 +94,11 @@ def run_demo(
         device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
         handle_signals: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
+
+    Returns:
+        The training; and the results as plain values for JSON, empty if training was stopped: `test` is
+        `EvaluationResult.as_dict` of the test text, with the memory length that `evaluate` takes by itself, and
+        `by_memory_length` has those of the first part of the test text, with several memory lengths.
 
     Raises:
         UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.
@@ -135,10 +113,9 @@ def run_demo(
     split, test = corpus.split("train"), corpus.split("test")
     say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
     trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
-    report = out / "report.html"
     if not trained.finished:
-        return DemoResult(trained, report)
-    run = trained.run
+        return trained, {}
+    run, report = trained.run, out / "report.html"
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
 
@@ -147,34 +124,32 @@ def run_demo(
             return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
 
     whole = scores("test text", num_tokens, EvaluationConfig(batch_size=_BATCH_SIZE))
-    curve = {
-        length: scores(
+    curve = [
+        scores(
             f"memory {length:,}",
             min(num_tokens, _CURVE_TOKENS),
             EvaluationConfig(method="memory", batch_size=_BATCH_SIZE, memory_length=length),
         )
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
-    }
+    ]
     content = run.tokenizer.decode_bytes(test.tokens[:num_tokens])
-    compressors = {
-        "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
-        "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
+    values = {
+        "run": str(trained.path),
+        "report": str(report),
+        "test": whole,
+        "by_memory_length": curve,
+        "gzip_bits_per_byte": 8 * len(gzip.compress(content, 9)) / len(content),
+        "xz_bits_per_byte": 8 * len(lzma.compress(content, preset=9)) / len(content),
+        "prompt": PROMPT,
+        "sample": generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text,
+        "seconds": time.perf_counter() - start,
+        "parameters": run.model.num_parameters(),
+        "date": date,
+        **environment(choose_device(trained.device)),
+        "cores": num_cores(),
     }
-    text = generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text
-    result = DemoResult(
-        trained,
-        report,
-        whole,
-        curve,
-        compressors,
-        text,
-        time.perf_counter() - start,
-        run.model.num_parameters(),
-        date,
-        {**environment(choose_device(trained.device)), "cores": num_cores()},
-    )
-    write_text(report, demo_page(result, corpus.source))
-    return result
+    write_text(report, demo_page(trained, values, corpus.source))
+    return trained, values
 
 
 def _clear(out: Path) -> None:
@@ -190,14 +165,15 @@ def _clear(out: Path) -> None:
         (out / "report.html").unlink(missing_ok=True)
 
 
-def demo_page(result: DemoResult, source: str) -> str:
+def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> str:
     """Return the report on a demo as HTML.
 
     Args:
-        result: what the demo trained and measured.
+        training: what the demo trained.
+        values: what it measured, as returned by `run_demo`.
         source: description of the text.
     """
-    folder = RunFolder.open(result.training.path)
+    folder, test, curve = RunFolder.open(training.path), values["test"], values["by_memory_length"]
     model, train_config = folder.config.model, folder.config.train
     return page(
         "Transformer-XL, trained on this computer",
@@ -205,29 +181,29 @@ def demo_page(result: DemoResult, source: str) -> str:
             paragraph(
                 f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on bytes ({source}) "
                 f"for {train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
-                f"bytes. The whole demo took {result.seconds:,.0f} seconds. The table scores {result.test['bytes']:,} "
-                f"bytes of files that the model never saw, with memory length {result.test['memory_length']:,} "
-                f"({result.test['memory_length_reason']}); it needs {result.test['bits_per_byte']:.2f} bits per byte."
+                f"bytes. The whole demo took {values['seconds']:,.0f} seconds. The table scores {test['bytes']:,} "
+                f"bytes of files that the model never saw, with memory length {test['memory_length']:,} "
+                f"({test['memory_length_reason']}); it needs {test['bits_per_byte']:.2f} bits per byte."
             ),
-            table(COLUMNS, result.rows()),
+            table(COLUMNS, rows(values)),
             heading("Model, training and machine"),
-            facts(_facts(result, folder)),
+            facts(_facts(training, values, folder)),
             details("All settings of the run (config.yaml)", config_text(folder.config)),
             heading("Training"),
             chart(_training_chart(folder)),
             heading("Does memory help?"),
             paragraph(
-                f"The same weights, evaluated with different memory lengths on the first {result.num_curve_bytes:,} "
+                f"The same weights, evaluated with different memory lengths on the first {curve[0]['bytes']:,} "
                 "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
                 + _window_text(folder)
             ),
-            chart(_memory_chart(result)),
-            table(CURVE_COLUMNS, result.curve_rows()),
+            chart(_memory_chart(curve)),
+            table(CURVE_COLUMNS, curve_rows(values)),
             heading("A sample"),
             paragraph(
                 "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
             ),
-            sample(PROMPT, result.sample),
+            sample(PROMPT, values["sample"]),
             *_equal_time(),
             heading("What to try next"),
             verbatim(
@@ -277,22 +253,23 @@ def _equal_time() -> list[str]:
     return elements
 
 
-def _facts(result: DemoResult, folder: RunFolder) -> dict[str, str]:
+def _facts(training: TrainResult, values: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:
     """Return what the figures depend on: model, training, machine and date."""
-    model, train_config, where = folder.config.model, folder.config.train, result.environment
-    dtype = resolve_dtype(choose_device(result.training.device), train_config.dtype)
+    model, train_config = folder.config.model, folder.config.train
+    dtype = resolve_dtype(choose_device(training.device), train_config.dtype)
     return {
-        "parameters": f"{result.parameters:,}",
+        "parameters": f"{values['parameters']:,}",
         "model": f"{model.architecture}, {model.n_layers} layers, d_model {model.d_model}, vocabulary of "
         f"{model.vocab_size:,} bytes",
         "training": f"{train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
         f"bytes, memory length {train_config.memory_length}, {train_config.optimizer}, learning rate "
         f"{train_config.learning_rate:g} ({train_config.lr_schedule}), {dtype}, seed {train_config.seed}",
-        "training time": f"{result.training.seconds:,.0f} seconds",
-        "device": where["device"],
-        "processor": f"{where['processor']} ({where['machine']}); cores: {where['cores']}, threads: {where['threads']}",
-        "software": f"transformer-xl {__version__}, torch {where['torch']}, Python {where['python']}",
-        "date": result.date,
+        "training time": f"{training.seconds:,.0f} seconds",
+        "device": values["device"],
+        "processor": f"{values['processor']} ({values['machine']}); cores: {values['cores']}, threads: "
+        f"{values['threads']}",
+        "software": f"transformer-xl {__version__}, torch {values['torch']}, Python {values['python']}",
+        "date": values["date"],
     }
 
 
@@ -304,7 +281,7 @@ def _training_chart(folder: RunFolder) -> str:
     return draw("Bits per byte while training", "step", "bits per byte", lines)
 
 
-def _memory_chart(result: DemoResult) -> str:
-    line = Line("test text", list(result.curve), [scores["bits_per_byte"] for scores in result.curve.values()], "o-")
-    title = "Test bits per byte by memory length"
+def _memory_chart(curve: Sequence[Mapping[str, Any]]) -> str:
+    lengths, bits = ([scores[name] for scores in curve] for name in ("memory_length", "bits_per_byte"))
+    line, title = Line("test text", lengths, bits, "o-"), "Test bits per byte by memory length"
     return draw(title, "memory length (bytes)", "bits per byte", [line], log_x=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
-from transformer_xl.analysis.gain_curves import draw_gains
-from transformer_xl.analysis.plots import to_svg
+from transformer_xl.analysis.plots import draw_gains, to_svg
 from transformer_xl.analysis.report import chart, heading, image, link, page, paragraph, table, verbatim
 from transformer_xl.files import write_json, write_text
 from transformer_xl.reproduction import ablation, context_table

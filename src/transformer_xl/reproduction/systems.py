@@ -7,8 +7,10 @@ which `txl train` trains and `txl evaluate` scores. The settings that all system
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -164,11 +166,5 @@ def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest integer that fits, given that 1 and all integers below it fit: by doubling, then bisecting."""
-    largest = 1
-    while fits(2 * largest):
-        largest *= 2
-    step = largest
-    while step := step // 2:
-        if fits(largest + step):
-            largest += step
-    return largest
+    too_large = next(2**power for power in count(1) if not fits(2**power))
+    return bisect_left(range(too_large), True, lo=too_large // 2, key=lambda number: not fits(number)) - 1

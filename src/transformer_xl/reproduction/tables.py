@@ -176,17 +176,17 @@ def reproduce_speed(
     return values
 
 
-def reproduce_all(reproduction: Reproduction, *, smoke: bool = False, speed_recipe: str = "enwik8-24l") -> Path:
+def reproduce_all(reproduction: Reproduction, *, speed_recipe: str = "enwik8-24l") -> Path:
     """Reproduce all tables and the attention plots in one folder; return the report.
 
     Args:
-        reproduction: folder and settings.
-        smoke: use few positions, and tiny models for the speed, to try everything out.
+        reproduction: folder and settings; at smoke scale, few positions, and tiny models for the speed.
         speed_recipe: recipe with the model sizes at which evaluation speed is measured.
 
     Raises:
         UserError: for the reasons of the functions that it calls.
     """
+    smoke = reproduction.smoke
     sweep = reproduction.context_sweep(num_positions=100 if smoke else 1000)
     reproduce_ablation(reproduction)
     reproduce_context(reproduction, sweep)
