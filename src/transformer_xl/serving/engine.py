@@ -356,17 +356,16 @@ class Engine:
 
     def _choose(self, served: ServedModel, batch: RowBatch[Sample], samples: list[Sample], hidden_B1D: Tensor) -> None:
         """Choose the next token of each sequence from its hidden state, and end those that are finished."""
-        damaged: list[Sample] = []
-        token_ids, logits_BV = _choose_tokens(served, samples, hidden_B1D, damaged)
+        token_ids, logits_BV = _choose_tokens(served, samples, hidden_B1D)
         scored: dict[int, ScoredToken] = {}
-        rows = [row for row, one in enumerate(samples) if one.job.num_logprobs is not None]
+        rows = [row for row, one in enumerate(samples) if row in token_ids and one.job.num_logprobs is not None]
         if rows:
             assert logits_BV is not None
             count = max(samples[row].job.num_logprobs or 0 for row in rows)
             tokens = _scored(logits_BV[rows], [token_ids[row] for row in rows], count)
             scored = dict(zip(rows, tokens, strict=True))
         for row, one in enumerate(samples):
-            if one in damaged:
+            if row not in token_ids:
                 if one.job in self._running:
                     self._end(one.job, Failed(_DAMAGED, 422))
                 continue
@@ -437,57 +436,47 @@ class Engine:
 
 
 def _choose_tokens(
-    served: ServedModel, samples: list[Sample], hidden_B1D: Tensor, damaged: list[Sample]
-) -> tuple[list[int], Tensor | None]:
+    served: ServedModel, samples: list[Sample], hidden_B1D: Tensor
+) -> tuple[dict[int, int], Tensor | None]:
     """Choose the next token of each sequence, as `generate` does.
 
     Args:
         served: the model.
         samples: the sequences.
         hidden_B1D: their hidden states.
-        damaged: to which those are added whose logits are not finite; their token has no meaning.
 
     Returns:
-        the tokens, and the logits (B, V) or, if the most likely ones were enough, None.
+        the tokens by row, without the rows whose logits are not finite; and the logits (B, V), or None if the most
+        likely ones were enough.
     """
     inference = served.inference
     counts = [one.job.config.num_candidates for one in samples]
     needs_all = None in counts or any(one.job.num_logprobs is not None for one in samples)
-    logits_BV = logits_BR = ids_BR = None
     # what is computed for one row must not depend on what others need, unless that saves whole clusters
     if needs_all or not inference.config.cutoffs:
-        logits_BV = inference.logits(hidden_B1D)[:, 0]
-        is_finite_B = logits_BV.amax(-1).isfinite()
-    else:
-        logits_B1R, ids_B1R = inference.topk(hidden_B1D, max(count for count in counts if count))
-        logits_BR, ids_BR = logits_B1R[:, 0], ids_B1R[:, 0]
-        is_finite_B = logits_BR[:, 0].isfinite()
-    damaged += [one for one, is_finite in zip(samples, is_finite_B.tolist(), strict=True) if not is_finite]
+        logits_BV, ids_BV = inference.logits(hidden_B1D)[:, 0], None
+    else:  # of the most likely tokens
+        most_likely = inference.topk(hidden_B1D, max(count for count in counts if count))
+        logits_BV, ids_BV = (x_B1V[:, 0] for x_B1V in most_likely)
     groups: dict[tuple[object, ...], list[int]] = {}
-    for row, one in enumerate(samples):
-        config = one.job.config
-        key = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p
-        groups.setdefault(key, []).append(row)
-    chosen = [0] * len(samples)
+    for row, is_finite in enumerate(logits_BV.amax(-1).isfinite().tolist()):
+        config = samples[row].job.config
+        if is_finite:
+            key = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p
+            groups.setdefault(key, []).append(row)
+    chosen: dict[int, int] = {}
     for rows in groups.values():
-        rows = [row for row in rows if samples[row] not in damaged]
-        if not rows:
-            continue
         config, count = samples[rows[0]].job.config, counts[rows[0]]
-        ids_GR = None
-        if logits_BV is None:
-            assert logits_BR is not None
-            assert ids_BR is not None
-            logits_GV, ids_GR = logits_BR[rows, :count], ids_BR[rows, :count]
+        if ids_BV is not None:
+            logits_GR, ids_GR = logits_BV[rows, :count], ids_BV[rows, :count]
+        elif count is not None:
+            logits_GR, ids_GR = logits_BV[rows].topk(min(count, logits_BV.shape[-1]))
         else:
-            logits_GV = logits_BV[rows]
-            if count is not None:
-                logits_GV, ids_GR = logits_GV.topk(min(count, logits_GV.shape[-1]))
-        index_G = sample(logits_GV, config, [samples[row].generator for row in rows])
+            logits_GR, ids_GR = logits_BV[rows], None
+        index_G = sample(logits_GR, config, [samples[row].generator for row in rows])
         token_G = index_G if ids_GR is None else ids_GR.gather(-1, index_G[:, None])[:, 0]
-        for row, token_id in zip(rows, token_G.tolist(), strict=True):
-            chosen[row] = token_id
-    return chosen, logits_BV
+        chosen |= zip(rows, token_G.tolist(), strict=True)
+    return chosen, logits_BV if ids_BV is None else None
 
 
 def _scored(logits_TV: Tensor, token_ids: list[int], num_top: int) -> list[ScoredToken]:

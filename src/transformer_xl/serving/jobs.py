@@ -6,7 +6,6 @@ Shape suffixes: L layers, N heads, P distances.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -107,7 +106,6 @@ class TextJob:
     prompt_tokens: list[ScoredToken] = field(default_factory=list)
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
     is_cancelled: threading.Event = field(default_factory=threading.Event)
-    submitted: float = field(default_factory=time.monotonic)
     passed_since: float | None = None
     """When it was its turn for the first time, without enough rows for its samples; `time.monotonic`."""
 

@@ -38,7 +38,6 @@ class TextRequest:
 
     served: ServedModel
     jobs: list[TextJob]
-    owner: str
     num_returned: int
     """Samples of each prompt that are returned."""
     session: Session | None = None
@@ -215,7 +214,7 @@ class RequestRunner:
                 memory_length = session.memory_length
                 if message_end and session.message_end != unsaid:
                     raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
-            request = TextRequest(served, [], owner, body.n or 1, session, message_end)
+            request = TextRequest(served, [], body.n or 1, session, message_end)
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not add_bos:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
@@ -264,7 +263,7 @@ class RequestRunner:
         if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
             raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
-        request = TextRequest(served, [], owner, 1)
+        request = TextRequest(served, [], 1)
         request.jobs.append(
             TextJob(
                 served,

@@ -68,11 +68,8 @@ def serve(
     guard, listener = guard_settings(config), _listen(config)
 
     def loaded_runner() -> RequestRunner:
-        models: list[ServedModel] = []
-        for name, run in zip(names, runs, strict=True):
-            loaded = load(run, device=device, checkpoint=checkpoint)
-            models.append(ServedModel.create(name, loaded, config))
-        return RequestRunner(models, config)
+        loaded = (load(run, device=device, checkpoint=checkpoint) for run in runs)
+        return RequestRunner([ServedModel.create(*pair, config) for pair in zip(names, loaded, strict=True)], config)
 
     with listener:
         # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than

@@ -116,7 +116,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("this model embeds n-grams of token ids (max_ngram), so it cannot read inputs_embeds")
         inputs = input_ids if input_ids is not None else inputs_embeds
         assert inputs is not None
-        _check_shapes(input_ids, inputs_embeds, labels, shift_labels)
+        _check_shapes(inputs, labels, shift_labels, is_ids=input_ids is not None)
         cache = _check_cache(past_key_values)
         padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
         keeps_memory = self._keeps_memory(use_cache, cache, padding)
@@ -350,9 +350,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name != "_inference"
-        }  # copies prepare their own
+        # copies prepare their own
+        return {name: value for name, value in self.__dict__.items() if name != "_inference"}
 
     @override
     def get_input_embeddings(self) -> nn.Module:
@@ -522,18 +521,16 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Paddin
     return masked_padding(shift_labels, padding.lengths, _IGNORED)
 
 
-def _check_shapes(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None
-) -> None:
+def _check_shapes(inputs: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, is_ids: bool) -> None:
     """Check that the inputs are rows of one token or more, and that labels have their shape.
 
     Raises:
         UserError: they are not, or have not.
     """
-    inputs, name = (input_ids, "input_ids") if input_ids is not None else (inputs_embeds, "inputs_embeds")
-    assert inputs is not None
-    if inputs.ndim != (2 if input_ids is not None else 3) or not inputs.shape[1]:
-        wanted = "(batch, tokens)" if input_ids is not None else "(batch, tokens, d_model)"
+    if inputs.ndim != (2 if is_ids else 3) or not inputs.shape[1]:
+        name, wanted = "inputs_embeds", "(batch, tokens, d_model)"
+        if is_ids:
+            name, wanted = "input_ids", "(batch, tokens)"
         raise UserError(
             f"{name} of shape {tuple(inputs.shape)}; expected {wanted}, with one token or more (a text from nothing "
             "begins with generation_config.bos_token_id)"

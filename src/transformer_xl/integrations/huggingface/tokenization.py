@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -158,22 +158,14 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         **kwargs: Any,
     ) -> str:
         ids = [int(token_ids)] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
+        added = {index: token for index, token in self._added_tokens_decoder.items() if index >= self.vocab_size}
         texts: list[str] = []
-        run: list[int] = []
-        for token_id in [*ids, None]:
-            if token_id is not None and token_id not in self._added_padding:
-                run.append(token_id)
-                continue
-            texts.append(self.tokenizer.decode(run) if run else "")
-            run = []
-            if token_id is not None and not skip_special_tokens:
-                texts.append(self._added_tokens_decoder[token_id].content)
+        for is_added, part in groupby(ids, added.__contains__):
+            if not is_added:
+                texts.append(self.tokenizer.decode([*part]))
+            elif not skip_special_tokens:
+                texts += [added[token_id].content for token_id in part]
         return "".join(texts)
-
-    @property
-    def _added_padding(self) -> set[int]:
-        """Ids after the vocabulary."""
-        return {token_id for token_id in self._added_tokens_decoder if token_id >= self.vocab_size}
 
     @override
     def _encode_plus(  # pyrefly: ignore[bad-override]
