@@ -37,7 +37,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
-from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.token_store import Tokens
 
 Term = Literal["probability", "score", "content", "position", "content_bias", "position_bias"]
@@ -58,13 +58,13 @@ def pluralize(count: int, noun: str = "token") -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def require_attention_terms(model: LanguageModel) -> RelativeLanguageModel:
+def require_attention_terms(model: LanguageModel) -> TransformerXL:
     """Return the model, if its attention scores are a sum of terms.
 
     Raises:
         UserError: the model has no attention; or absolute positions, and so neither separate terms nor memory.
     """
-    if isinstance(model, RelativeLanguageModel):
+    if isinstance(model, TransformerXL):
         return model
     missing = "attention terms and memory" if not model.config.has_memory else "attention"
     raise UserError(f"{model.config.architecture} has no {missing} to show; use a run of transformer-xl or shaw")
@@ -88,7 +88,7 @@ LayerCallback = Callable[[LayerAttention], None]
 
 
 def trace_attention(
-    model: RelativeLanguageModel,
+    model: TransformerXL,
     tokens_K: Tokens,
     plan: EvaluationPlan,
     callbacks: Sequence[LayerCallback],
@@ -142,7 +142,7 @@ def trace_attention(
             progress(len(ids_T))
 
 
-def attention_of_last(model: RelativeLanguageModel, tokens_BT: Tensor, memory: Memory) -> Tensor:
+def attention_of_last(model: TransformerXL, tokens_BT: Tensor, memory: Memory) -> Tensor:
     """Return the attention of the last token by distance, for each layer and head.
 
     Args:
@@ -182,7 +182,7 @@ class AttentionMeans:
     the sum at each distance is divided by the number of included queries that saw that distance.
     """
 
-    def __init__(self, model: RelativeLanguageModel, plan: EvaluationPlan, num_tokens: int) -> None:
+    def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         """Initialize all sums with zero.
 
         Args:
@@ -250,7 +250,7 @@ class TermMaps:
     has filled yet if the model has the setting `attend_empty_memory`.
     """
 
-    def __init__(self, model: RelativeLanguageModel, plan: EvaluationPlan, num_tokens: int) -> None:
+    def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         """Allocate the maps.
 
         Args:

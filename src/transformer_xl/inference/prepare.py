@@ -28,8 +28,9 @@ from transformer_xl.model.kernels import native as native_kernel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.model.relative import attention_context, layer_biases
 from transformer_xl.model.token_ids import TokenIds
-from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.model.transformer_xl import TransformerXL
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel | Backbone)
 
@@ -82,12 +83,12 @@ class InferenceModel:
             if self._tables is None or inputs:
                 return self.model(tokens_BT, memory, **inputs)
             model = self.model
-            assert isinstance(model, RelativeLanguageModel | Backbone)
+            assert isinstance(model, TransformerXL | Backbone)
             x_BTD, memory = model.embed(tokens_BT, memory)
             if not self._tables.accept(x_BTD, memory):
                 states_BTD, memory = model.run_layers(x_BTD, memory)
                 return states_BTD[-1], memory
-            states_BTD, caches = self._tables.decode(x_BTD, memory, model.attention_context(x_BTD, memory))
+            states_BTD, caches = self._tables.decode(x_BTD, memory, attention_context(model, x_BTD, memory))
             return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
 
     def hidden_states(
@@ -170,8 +171,8 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
 
 def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables | None:
     """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
-    if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
+    if not isinstance(model, TransformerXL | Backbone) or model.device.type != "cpu":
         return None
     if choose(model.attn_implementation or "auto", model.device, dtype).attend is not native_kernel.attend:
         return None
-    return decode_tables(model.layers, model.biases(), dtype)
+    return decode_tables(model.layers, layer_biases(model), dtype)

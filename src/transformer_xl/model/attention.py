@@ -217,9 +217,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One Transformer-XL layer: relative attention, then feed-forward."""
 
-    def __init__(self, config: RelativeLayerConfig, attention: RelativeAttention | None = None) -> None:
+    def __init__(self, config: RelativeLayerConfig, attention_class: type[RelativeAttention]) -> None:
         super().__init__()
-        self.attention = RelativeAttention(config) if attention is None else attention
+        self.attention = attention_class(config)
         self.feed_forward = FeedForward(config)
 
     @override

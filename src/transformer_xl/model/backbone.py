@@ -10,15 +10,13 @@ Shape suffixes: B batch size, T new steps, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BackboneConfig, UserError, check_type
 from transformer_xl.model import relative
-from transformer_xl.model.attention import AttentionContext, Biases, make_final_norm
+from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.gate import GRUGate
 from transformer_xl.model.memory import ContextLimits, Memory, last_starts
@@ -29,7 +27,7 @@ from transformer_xl.model.transformer_xl import run_layers
 class Backbone(ModelWithMemory):
     """An input projection if the inputs have a width of their own, and L layers with memory."""
 
-    config: BackboneConfig
+    config: BackboneConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: BackboneConfig, *, memory_length: int = 128) -> None:
         """Build the backbone with initial weights drawn from torch's global random state.
@@ -53,7 +51,7 @@ class Backbone(ModelWithMemory):
         self.cache_shapes = relative.cache_shapes(config)
         self.content_bias = relative.make_bias(config)
         self.position_bias = relative.make_bias(config)
-        self.layers = relative.make_layers(config)
+        self.layers = nn.ModuleList(Layer(config, RelativeAttention) for _ in range(config.n_layers))
         self.final_norm = make_final_norm(config)
         self.init_weights()
 
@@ -116,20 +114,7 @@ class Backbone(ModelWithMemory):
 
     def run_layers(self, x_BTD: Tensor, memory: Memory, starts_BT: Tensor | None = None) -> tuple[list[Tensor], Memory]:
         """Return the inputs of all layers and the last hidden states, and the next memory."""
-        x_BTD = self.input_dropout(x_BTD)
-        last_start_BT = None if starts_BT is None else last_starts(starts_BT)
-        context = self.attention_context(x_BTD, memory, last_start_BT)
-        states_BTD, caches = run_layers(self, x_BTD, memory, context, self.biases())
-        last_start_B = None if last_start_BT is None else last_start_BT[:, -1]
-        return states_BTD, memory.advance(caches, x_BTD.shape[1], last_start_B=last_start_B)
-
-    def attention_context(self, x_BTD: Tensor, memory: Memory, last_start_BT: Tensor | None = None) -> AttentionContext:
-        """Return what all layers share; `last_start_BT` is the index of the step that starts the episode of each."""
-        return relative.attention_context(self, x_BTD, memory, None, last_start_BT=last_start_BT)
-
-    def biases(self) -> Iterator[Biases | None]:
-        """Yield the content and the position bias of each layer."""
-        return relative.layer_biases(self.content_bias, self.position_bias, self.config.n_layers)
+        return run_layers(self, x_BTD, memory, last_start_BT=None if starts_BT is None else last_starts(starts_BT))
 
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:

@@ -36,6 +36,8 @@ from transformer_xl.model.token_ids import TokenIds, as_token_ids
 class LanguageModel(ModelWithMemory):
     """Token embedding times sqrt(D), layers, and a softmax that by default shares the embedding's weights."""
 
+    config: BaseModelConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
     def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
         check_type(config, BaseModelConfig, "config", "give the settings of a model, such as TransformerXLConfig()")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from transformer_xl.config import UserError, check_type
+from transformer_xl.config import Settings, UserError, check_type
+from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
@@ -21,8 +22,15 @@ WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 class ModelWithMemory(nn.Module, ABC):
     """Layers, and the memory that is passed to them with the next inputs."""
 
+    config: Settings
+    """Settings of the model."""
     context_limits: ContextLimits
     """The limits of a new memory if none are passed."""
+    input_dropout: FastDropout
+    """Dropout of the inputs of the first layer."""
+    content_bias: nn.Parameter | None
+    position_bias: nn.Parameter | None
+    """Of relative attention: learned biases, which the layers share in turn, or None."""
     final_norm: nn.Module
     """LayerNorm after the last layer, or an identity."""
     attn_implementation: str | None = None

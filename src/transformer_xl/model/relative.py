@@ -1,7 +1,6 @@
 """What layers with relative attention need besides themselves: biases, encodings of distances, masks, empty memories.
 
-The language models and the backbone share these functions. A model passes itself, with the attributes of
-`RelativeModel`.
+The language models and the backbone share these functions, and pass themselves.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances with different position keys
 (distances above clamp_length share one), D model width, N heads, H head width.
@@ -10,7 +9,6 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P di
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +16,11 @@ from torch import Tensor, nn
 from transformer_xl import native
 from transformer_xl.config import RelativeLayerConfig
 from transformer_xl.model import kernels
-from transformer_xl.model.attention import AttentionContext, Biases, Layer, encode_distances
-from transformer_xl.model.dropout import FastDropout
+from transformer_xl.model.attention import AttentionContext, Biases, encode_distances
 from transformer_xl.model.kernels import AttentionMask
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, LayerCache, Memory
-from transformer_xl.model.model_with_memory import WEIGHT_STD
-
-
-class RelativeModel(Protocol):
-    """A model of layers with relative attention."""
-
-    layers: nn.ModuleList
-    input_dropout: FastDropout
-    attn_implementation: str | None
-    context_limits: ContextLimits
-    num_recent: int
-    owner: int | None
-    training: bool
-
-    @property
-    def config(self) -> RelativeLayerConfig:
-        """Settings of the layers."""
-        ...
-
-    @property
-    def like(self) -> Tensor:
-        """A parameter that has the dtype and device of memory and of the encodings of distances."""
-        ...
+from transformer_xl.model.model_with_memory import WEIGHT_STD, ModelWithMemory
 
 
 def check_kernel(config: RelativeLayerConfig) -> str:
@@ -77,42 +52,47 @@ def init_biases(*biases: nn.Parameter | None) -> None:
             nn.init.normal_(bias, 0.0, WEIGHT_STD)
 
 
-def layer_biases(content_bias: Tensor | None, position_bias: Tensor | None, num_layers: int) -> Iterator[Biases | None]:
-    """Yield the biases of each layer, or None if they are the query of distance 0."""
-    for index in range(num_layers):
+def layer_biases(model: ModelWithMemory) -> Iterator[Biases | None]:
+    """Yield the biases of each layer: learned ones, zeros beside learned position keys, or None for the query of
+    distance 0."""
+    config, like = model.config, model.like
+    assert isinstance(config, RelativeLayerConfig)
+    content_bias, position_bias = model.content_bias, model.position_bias
+    if config.position_keys == "learned":
+        # not like.new_zeros, as in `initial_memory`
+        content_bias = position_bias = torch.zeros(
+            1, config.n_heads, config.head_dim, dtype=like.dtype, device=like.device
+        )
+    for index in range(config.n_layers):
         if content_bias is None or position_bias is None:
             yield None
         else:
-            num_pairs = len(content_bias)
-            yield Biases(content_bias[index % num_pairs], position_bias[index % num_pairs])
+            pair = index % len(content_bias)
+            yield Biases(content_bias[pair], position_bias[pair])
 
 
-def make_layers(config: RelativeLayerConfig) -> nn.ModuleList:
-    """Return the layers, without initial weights."""
-    return nn.ModuleList(Layer(config) for _ in range(config.n_layers))
-
-
-def initial_memory(model: RelativeModel, batch_size: int, context_limits: ContextLimits | None) -> Memory:
+def initial_memory(model: ModelWithMemory, batch_size: int, context_limits: ContextLimits | None) -> Memory:
     """Return an empty memory: hidden states, or keys and values in a model that was prepared for inference."""
     limits, like, config = context_limits or model.context_limits, model.like, model.config
+    assert isinstance(config, RelativeLayerConfig)
     # with norm_first, LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
-    if model.owner is None or (model.config.attends_empty_slots and config.norm_first):
+    if model.owner is None or (config.attends_empty_slots and config.norm_first):
         shape = (batch_size, limits.memory_length, config.d_model)
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         caches = [HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in model.layers]
         return HiddenMemory.empty(caches, batch_size, limits, like.device, num_recent=model.num_recent)
     zeros_BNMH = like.new_zeros(()).expand(batch_size, config.n_heads, limits.memory_length, config.head_dim)
-    caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, model.config.attends_empty_slots) for _ in model.layers]
+    caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attends_empty_slots) for _ in model.layers]
     return KeyValueMemory.empty(
         caches, batch_size, limits, zeros_BNMH.device, num_recent=model.num_recent, owner=model.owner
     )
 
 
 def attention_context(
-    model: RelativeModel,
+    model: ModelWithMemory,
     x_BTD: Tensor,
     memory: Memory,
-    lengths_B: Tensor | None,
+    lengths_B: Tensor | None = None,
     *,
     visible_BT: Tensor | None = None,
     last_start_BT: Tensor | None = None,
@@ -128,14 +108,15 @@ def attention_context(
         last_start_BT: index of the token that starts the episode of each token, below 0 if that is before them; not
             together with lengths_B or visible_BT.
     """
-    num_new = x_BTD.shape[1]
+    config, num_new = model.config, x_BTD.shape[1]
+    assert isinstance(config, RelativeLayerConfig)
     num_attended = min(memory.length + num_new, memory.context_limits.attention_window or memory.length + num_new)
-    clamp, vectors = memory.context_limits.clamp_length, model.config.max_vectors
+    clamp, vectors = memory.context_limits.clamp_length, config.max_vectors
     own = [] if clamp is None else [clamp + 1]  # distances that have a position key of their own
     own += [] if vectors is None else [vectors]
     num_encoded = min([num_attended, *own])
     # None: all slots are attended; with attend_empty_memory also those not filled yet, as zeros (the authors' code)
-    valid_B = None if memory.all_valid or model.config.attends_empty_slots else memory.valid_B
+    valid_B = None if memory.all_valid or config.attends_empty_slots else memory.valid_B
     if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
         valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
     first_key_BT = None
@@ -144,9 +125,13 @@ def attention_context(
     if visible_BT is not None:
         key_T = torch.arange(memory.length, memory.length + num_new, device=visible_BT.device)  # of each token
         first_key_BT = (key_T + 1 - visible_BT).clamp(min=0)
-    encoding_PD, zero_PD = _encoding(model, memory, num_encoded), None
-    if not model.config.n_bias_pairs and model.config.position_keys != "learned":  # biases are the query of distance 0
-        zero_PD = _encode(model, 1) if encoding_PD is None else encoding_PD
+    encoding_PD = zero_PD = None  # None if the caches already hold the position keys
+    if not isinstance(memory, KeyValueMemory):  # all layers share one dropout mask, as in the authors' code
+        encoding_PD = model.input_dropout(_encode(num_encoded, config.d_model, model.like), token_dim=0)
+    elif any(cache.position_keys.num_distances < num_encoded for cache in memory.layers):
+        encoding_PD = _encode(num_encoded, config.d_model, model.like)
+    if not config.n_bias_pairs and config.position_keys != "learned":  # biases are the query of distance 0
+        zero_PD = _encode(1, config.d_model, model.like) if encoding_PD is None else encoding_PD
     return AttentionContext(
         num_distances=num_encoded,
         encoding_PD=encoding_PD,
@@ -154,20 +139,9 @@ def attention_context(
         mask=AttentionMask(valid_B, num_attended - num_encoded, first_key_BT),
         lengths_B=lengths_B,
         attend=kernels.choose(model.attn_implementation or "auto", x_BTD.device, x_BTD.dtype).attend,
-        dropout=model.config.attention_dropout if model.training else 0.0,
+        dropout=config.attention_dropout if model.training else 0.0,
     )
 
 
-def _encoding(model: RelativeModel, memory: Memory, num_distances: int) -> Tensor | None:
-    """Return encodings (P, D) of the distances, or None if the caches already hold the position keys."""
-    is_inference = isinstance(memory, KeyValueMemory)
-    if is_inference and all(cache.position_keys.num_distances >= num_distances for cache in memory.layers):
-        return None
-    encoding_PD = _encode(model, num_distances)
-    # all layers share one dropout mask, as in the authors' code
-    return encoding_PD if is_inference else model.input_dropout(encoding_PD, token_dim=0)
-
-
-def _encode(model: RelativeModel, num_distances: int) -> Tensor:
-    like = model.like
-    return encode_distances(num_distances, model.config.d_model, like=like).to(like.dtype)
+def _encode(num_distances: int, width: int, like: Tensor) -> Tensor:
+    return encode_distances(num_distances, width, like).to(like.dtype)

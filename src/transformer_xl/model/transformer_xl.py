@@ -20,17 +20,16 @@ Shape suffixes: B batch size, T new tokens, S = M + T keys (M memory slots), D m
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
 from transformer_xl.model import relative
-from transformer_xl.model.attention import AttentionContext, Biases, Layer, make_final_norm
+from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
 from transformer_xl.model.kernels import AttentionTerms, reference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
@@ -39,25 +38,37 @@ from transformer_xl.model.token_ids import TokenIds
 
 
 def run_layers(
-    model: ModelWithMemory, x_BTD: Tensor, memory: Memory, context: AttentionContext, biases: Iterable[Biases | None]
-) -> tuple[list[Tensor], list[LayerCache]]:
-    """Return the inputs of all layers and the last hidden states, L + 1 tensors (B, T, D), and the next caches.
+    model: ModelWithMemory,
+    x_BTD: Tensor,
+    memory: Memory,
+    *,
+    lengths_B: Tensor | None = None,
+    visible_BT: Tensor | None = None,
+    last_start_BT: Tensor | None = None,
+) -> tuple[list[Tensor], Memory]:
+    """Return the inputs of all layers and the last hidden states, L + 1 tensors (B, T, D), and the next memory.
 
     Args:
-        model: its layers and its last LayerNorm compute.
-        x_BTD: the input of the first layer.
-        memory: the memory of the tokens before them, with a cache for each layer.
-        context: what all layers share.
-        biases: content and position bias of each layer.
+        model: a model of layers with relative attention, for texts or (`backbone.py`) for continuous inputs.
+        x_BTD: the inputs, without dropout.
+        memory: the memory of the tokens before them.
+        lengths_B: as for `LanguageModel.forward`.
+        visible_BT: as for `LanguageModel.forward`.
+        last_start_BT: index of the token that starts the episode of each token, below 0 if that is before them.
     """
+    x_BTD = model.input_dropout(x_BTD)
+    context = relative.attention_context(
+        model, x_BTD, memory, lengths_B, visible_BT=visible_BT, last_start_BT=last_start_BT
+    )
     states_BTD: list[Tensor] = [x_BTD]
     caches: list[LayerCache] = []
-    for layer, cache, layer_biases in zip(model.layers, memory.layers, biases, strict=True):
-        x_BTD, cache = model.run_layer(layer, x_BTD, cache, context, layer_biases)
+    for layer, cache, biases in zip(model.layers, memory.layers, relative.layer_biases(model), strict=True):
+        x_BTD, cache = model.run_layer(layer, x_BTD, cache, context, biases)
         states_BTD.append(x_BTD)
         caches.append(cache)
     states_BTD[-1] = model.final_norm(x_BTD)
-    return states_BTD, caches
+    last_start_B = None if last_start_BT is None else last_start_BT[:, -1]
+    return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B, last_start_B)
 
 
 @dataclass(frozen=True)
@@ -72,44 +83,49 @@ class LayerTrace:
     """The layer's cache after the new tokens."""
 
 
-class RelativeLanguageModel(LanguageModel):
-    """Token embedding times sqrt(D), layers with relative attention and memory, a softmax.
-
-    A subclass registers `layers` and `final_norm`, and says what its biases are.
-    """
+class TransformerXL(LanguageModel):
+    """The paper's model: token embedding times sqrt(D), layers with relative attention and memory, a softmax."""
 
     config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-    config_class: ClassVar[type[RelativeConfig]]
+    config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
+    attention_class: ClassVar[type[RelativeAttention]] = RelativeAttention
 
-    def __init__(self, config: RelativeConfig, *, memory_length: int) -> None:
+    def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
+        """Build the model with initial weights as in the authors' code, drawn from torch's global random state.
+
+        Args:
+            config: settings of the model.
+            memory_length: M, the default number of memory slots of `initial_memory`.
+
+        Raises:
+            UserError: the settings are those of another architecture, a setting that the model needs is missing, or
+                the attention kernel is unknown.
+        """
         super().__init__(config, memory_length=memory_length)
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         self.attn_implementation = relative.check_kernel(config)
         self.cache_shapes = relative.cache_shapes(config)
+        self.content_bias = relative.make_bias(config)
+        self.position_bias = relative.make_bias(config)
+        self.layers = nn.ModuleList(Layer(config, self.attention_class) for _ in range(config.n_layers))
+        self.final_norm = make_final_norm(config)
+        self.init_weights()
 
-    @abstractmethod
-    def biases(self) -> Iterator[Biases | None]:
-        """Yield the content and the position bias of each layer, or None if both are the query of distance 0."""
+    @override
+    def init_weights(self) -> None:
+        super().init_weights()
+        relative.init_biases(self.content_bias, self.position_bias)
+
+    @override
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
+        return relative.initial_memory(self, batch_size, context_limits)
 
     @override
     def run_layers(
         self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
     ) -> tuple[list[Tensor], Memory]:
-        x_BTD = self.input_dropout(x_BTD)
-        context = self.attention_context(x_BTD, memory, lengths_B, visible_BT)
-        states_BTD, caches = run_layers(self, x_BTD, memory, context, self.biases())
-        return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B)
-
-    def attention_context(
-        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
-    ) -> AttentionContext:
-        """Return what all layers share; arguments are those of `run_layers`."""
-        return relative.attention_context(self, x_BTD, memory, lengths_B, visible_BT=visible_BT)
-
-    @override
-    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        return relative.initial_memory(self, batch_size, context_limits)
+        return run_layers(self, x_BTD, memory, lengths_B=lengths_B, visible_BT=visible_BT)
 
     @property
     @override
@@ -132,45 +148,13 @@ class RelativeLanguageModel(LanguageModel):
         Yields:
             a `LayerTrace` for each layer.
         """
-        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, None)
+        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD)
         x_BTD = self.input_dropout(x_BTD)
-        context = self.attention_context(x_BTD, memory)
-        for layer, cache, biases in zip(self.layers, memory.layers, self.biases(), strict=True):
+        context = relative.attention_context(self, x_BTD, memory)
+        for layer, cache, biases in zip(self.layers, memory.layers, relative.layer_biases(self), strict=True):
             assert isinstance(layer, Layer)
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
             terms = reference.attention_terms(inputs, context.mask)
             attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
             x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
             yield LayerTrace(x_BTD, terms, cache)
-
-
-class TransformerXL(RelativeLanguageModel):
-    """The paper's model."""
-
-    config_class = TransformerXLConfig
-
-    def __init__(self, config: TransformerXLConfig, *, memory_length: int = 128) -> None:
-        """Build the model with initial weights as in the authors' code, drawn from torch's global random state.
-
-        Args:
-            config: settings of the model.
-            memory_length: M, the default number of memory slots of `initial_memory`.
-
-        Raises:
-            UserError: the settings are those of another architecture, or the attention kernel is unknown.
-        """
-        super().__init__(config, memory_length=memory_length)
-        self.content_bias = relative.make_bias(config)
-        self.position_bias = relative.make_bias(config)
-        self.layers = relative.make_layers(config)
-        self.final_norm = make_final_norm(config)
-        self.init_weights()
-
-    @override
-    def init_weights(self) -> None:
-        super().init_weights()
-        relative.init_biases(self.content_bias, self.position_bias)
-
-    @override
-    def biases(self) -> Iterator[Biases | None]:
-        return relative.layer_biases(self.content_bias, self.position_bias, self.config.n_layers)

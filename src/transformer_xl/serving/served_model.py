@@ -16,7 +16,7 @@ from transformer_xl.inference import InferenceModel
 from transformer_xl.model.baselines.recurrent import RecurrentCache
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.sizes import min_cache
-from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, weights_digest
 from transformer_xl.serving.rows import MemoryState
@@ -82,7 +82,7 @@ class ServedModel:
     def attention_shape(self) -> tuple[int, int] | None:
         """Number of layers and of heads whose attention can be shown, or None if it cannot."""
         model = self.run.model
-        return (model.config.n_layers, model.config.n_heads) if isinstance(model, RelativeLanguageModel) else None
+        return (model.config.n_layers, model.config.n_heads) if isinstance(model, TransformerXL) else None
 
     def check_memory_length(self, memory_length: int | None) -> int:
         """Return the memory length of a request, that of the run if it names none.

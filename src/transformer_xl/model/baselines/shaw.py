@@ -13,26 +13,24 @@ Shape suffixes: P distances, N heads, H head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ShawConfig, UserError
-from transformer_xl.model.attention import AttentionContext, Biases, Layer, RelativeAttention, make_final_norm
+from transformer_xl.config import RelativeLayerConfig, ShawConfig, UserError
+from transformer_xl.model.attention import AttentionContext, RelativeAttention
 from transformer_xl.model.model_with_memory import WEIGHT_STD
-from transformer_xl.model.relative import layer_biases
-from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.model.transformer_xl import TransformerXL
 
 
 class ShawAttention(RelativeAttention):
     """Relative attention whose position keys are learned vectors."""
 
-    def __init__(self, config: ShawConfig) -> None:
+    def __init__(self, config: RelativeLayerConfig) -> None:
         super().__init__(config)
-        assert config.max_relative_positions is not None
-        self.distance_keys = nn.Parameter(torch.empty(config.max_relative_positions, *self.head_shape))
+        if config.max_vectors is None:
+            raise UserError("shaw needs max_relative_positions, the number of distances with a vector; give a number")
+        self.distance_keys = nn.Parameter(torch.empty(config.max_vectors, *self.head_shape))
 
     @override
     def position_keys(self, context: AttentionContext) -> Tensor:
@@ -47,25 +45,11 @@ class ShawAttention(RelativeAttention):
         return keys_PNH
 
 
-class ShawTransformer(RelativeLanguageModel):
+class ShawTransformer(TransformerXL):
     """Transformer-XL with a learned vector for each distance, and without content and position biases."""
 
     config_class = ShawConfig
-
-    def __init__(self, config: ShawConfig, *, memory_length: int = 128) -> None:
-        """Build the model with initial weights drawn from torch's global random state.
-
-        Raises:
-            UserError: max_relative_positions is missing, or the attention kernel is unknown.
-        """
-        if config.max_relative_positions is None:
-            raise UserError("shaw needs max_relative_positions, the number of distances with a vector; give a number")
-        super().__init__(config, memory_length=memory_length)
-        self.layers = nn.ModuleList(Layer(config, ShawAttention(config)) for _ in range(config.n_layers))
-        self.final_norm = make_final_norm(config)
-        # biases of zeros, neither trained nor saved
-        self.register_buffer("zero_bias_1NH", torch.zeros(1, config.n_heads, config.head_dim), persistent=False)
-        self.init_weights()
+    attention_class = ShawAttention
 
     @override
     def init_weights(self) -> None:
@@ -73,9 +57,3 @@ class ShawTransformer(RelativeLanguageModel):
         for module in self.modules():
             if isinstance(module, ShawAttention):
                 nn.init.normal_(module.distance_keys, 0.0, WEIGHT_STD)
-        nn.init.zeros_(self.get_buffer("zero_bias_1NH"))
-
-    @override
-    def biases(self) -> Iterator[Biases | None]:
-        zero_1NH = self.get_buffer("zero_bias_1NH")
-        return layer_biases(zero_1NH, zero_1NH, self.config.n_layers)
