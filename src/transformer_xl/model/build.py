@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from transformer_xl.config import (
-    AbsoluteConfig,
-    ModelConfig,
-    RecurrentConfig,
-    ShawConfig,
-    TransformerXLConfig,
-    check_type,
-)
+from collections.abc import Callable
+
+from transformer_xl.config import BaseModelConfig, ModelConfig, check_type
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
 from transformer_xl.model.baselines.recurrent import RecurrentModel
 from transformer_xl.model.baselines.shaw import ShawTransformer
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import TransformerXL
+
+_MODELS: dict[str, Callable[..., LanguageModel]] = {
+    "transformer-xl": TransformerXL,
+    "shaw": ShawTransformer,
+    "vaswani": AbsoluteTransformer,
+    "al-rfou": AbsoluteTransformer,
+    "lstm": RecurrentModel,
+    "qrnn": RecurrentModel,
+}
+"""The class of each architecture."""
 
 
 def build_model(config: ModelConfig, *, memory_length: int | None = None) -> LanguageModel:
@@ -28,12 +33,6 @@ def build_model(config: ModelConfig, *, memory_length: int | None = None) -> Lan
     Raises:
         UserError: the attention kernel is unknown, or a setting that the model needs is missing.
     """
-    lengths = {} if memory_length is None else {"memory_length": memory_length}
-    if isinstance(config, AbsoluteConfig):
-        return AbsoluteTransformer(config, **lengths)
-    if isinstance(config, RecurrentConfig):
-        return RecurrentModel(config, **lengths)
-    if isinstance(config, ShawConfig):
-        return ShawTransformer(config, **lengths)
-    check_type(config, TransformerXLConfig, "config", "give the settings of a model, such as TransformerXLConfig()")
-    return TransformerXL(config, **lengths)
+    check_type(config, BaseModelConfig, "config", "give the settings of a model, such as TransformerXLConfig()")
+    lengths: dict[str, int] = {} if memory_length is None else {"memory_length": memory_length}
+    return _MODELS[config.architecture](config, **lengths)

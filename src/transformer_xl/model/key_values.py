@@ -121,7 +121,8 @@ class KeyValueCache(LayerCache):
         if k_BTNH.requires_grad and torch.is_grad_enabled():
             raise UserError("a KV cache passes no gradient; use initial_memory to train, or torch.inference_mode()")
         num_new, num_keys = k_BTNH.shape[1], self.length + k_BTNH.shape[1]
-        cache = self._with_new(k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
+        cache = self.reserve(num_new, k_BTNH.dtype)
+        cache.storage.write(cache.end - num_new, k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
         k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
         if lengths_B is not None:
             k_BSNH, v_BSNH = (padding_first(rows_BSNH, num_new, lengths_B) for rows_BSNH in (k_BSNH, v_BSNH))
@@ -129,11 +130,6 @@ class KeyValueCache(LayerCache):
             cache = replace(self, storage=storage, end=num_keys)
             k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
         return k_BSNH, v_BSNH, cache
-
-    def _with_new(self, k_BNTH: Tensor, v_BNTH: Tensor) -> KeyValueCache:
-        cache = self.reserve(k_BNTH.shape[2], k_BNTH.dtype)
-        cache.storage.write(cache.end - k_BNTH.shape[2], k_BNTH, v_BNTH)
-        return cache
 
     def reserve(self, num_new: int, dtype: torch.dtype) -> KeyValueCache:
         """Return the next cache, into whose last T rows the caller writes the new keys and values at once.

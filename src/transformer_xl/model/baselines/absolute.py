@@ -135,8 +135,8 @@ class AbsoluteTransformer(LanguageModel):
         Raises:
             UserError: memory_length is not 0, or there is a clamp_length.
         """
-        limits, num_recent = self.check_limits(context_limits), self.config.max_ngram - 1
-        return HiddenMemory.empty((), batch_size, limits, self.softmax.bias.device, num_recent=num_recent)
+        limits = self.check_limits(context_limits)
+        return HiddenMemory.empty((), batch_size, limits, self.device, num_recent=self.num_recent)
 
     @override
     def generation_memory(
@@ -149,13 +149,7 @@ class AbsoluteTransformer(LanguageModel):
 
     @override
     def forward(
-        self,
-        tokens_BT: TokenIds | None = None,
-        memory: Memory | None = None,
-        *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-        visible_BT: Tensor | None = None,
+        self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, **inputs: Tensor | None
     ) -> tuple[Tensor, Memory]:
         """Process a segment of T tokens; the first token of each batch row has position 0.
 
@@ -163,8 +157,8 @@ class AbsoluteTransformer(LanguageModel):
         errors are those of `LanguageModel.forward`; a segment longer than the learned positions is an error too.
         """
         if isinstance(memory, TokenMemory):
-            return self._recompute(tokens_BT, memory, lengths_B)
-        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT)
+            return self._recompute(tokens_BT, memory, inputs.get("lengths_B"))
+        return super().forward(tokens_BT, memory, **inputs)
 
     def _recompute(
         self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None

@@ -207,8 +207,8 @@ class RecurrentModel(LanguageModel):
         like = self.softmax.bias
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         zeros = (torch.zeros(batch_size, *self.state_shape, dtype=like.dtype, device=like.device) for _ in self.layers)
-        caches, num_recent = map(RecurrentCache, zeros), self.config.max_ngram - 1
-        return Memory[RecurrentCache].empty(caches, batch_size, limits, like.device, num_recent=num_recent)
+        caches = map(RecurrentCache, zeros)
+        return Memory[RecurrentCache].empty(caches, batch_size, limits, like.device, num_recent=self.num_recent)
 
     @override
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
