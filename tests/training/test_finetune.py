@@ -22,7 +22,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.schedules import set_learning_rate
+from transformer_xl.training.schedules import set_step_rates
 
 
 def first_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -201,13 +201,13 @@ def test_frozen_parameters_stay_and_all_others_change(tmp_path: Path) -> None:
 def test_each_layer_below_has_a_lower_rate(optimizer: str, tmp_path: Path) -> None:
     """A step of Adam and Muon has the size of the rate, whatever the gradient."""
     run = load(make_base(tmp_path, n_layers=3), device="cpu")
-    config = run.config.train.model_copy(update={"optimizer": optimizer})
+    config = run.config.train.model_copy(update={"optimizer": optimizer, "learning_rate": 0.1, "warmup_steps": 0})
     steps = {}
     for decay in (1.0, 0.5):
         model: LanguageModel = load(run.path, device="cpu").model.train()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         optimizers = build_optimizers(model, config, layer_rate_decay=decay)
-        set_learning_rate(optimizers, 0.1)
+        set_step_rates(optimizers, 0, config)
         hidden_BTD, _ = model(torch.tensor([[97, 98, 99, 97]]))
         model.nats(hidden_BTD, torch.tensor([[98, 99, 97, 98]])).sum().backward()
         for each in optimizers:

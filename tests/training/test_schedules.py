@@ -18,7 +18,6 @@ from transformer_xl.training.schedules import (
     learning_rate,
     num_halvings,
     random_length,
-    set_learning_rate,
     set_step_rates,
 )
 
@@ -98,11 +97,11 @@ def test_short_training_needs_no_other_settings() -> None:
     assert TrainConfig(max_steps=3, average_start_step=5).warmup_steps == 100
 
 
-def test_set_learning_rate_changes_every_group() -> None:
+def test_a_step_sets_the_rate_of_every_group() -> None:
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     several_groups = torch.optim.SGD([{"params": [weight]} for weight in weights[:2]], lr=1.0)
     optimizers = (several_groups, torch.optim.SGD(weights[2:], lr=1.0))
-    set_learning_rate(optimizers, 0.25)
+    set_step_rates(optimizers, 0, TrainConfig(learning_rate=0.25, warmup_steps=0))
     assert [group["lr"] for optimizer in optimizers for group in optimizer.param_groups] == [0.25] * 3
 
 

@@ -36,9 +36,9 @@ from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import describe_difference
+from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
+from transformer_xl.training.first_weights import first_weights, num_kept
 from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
@@ -263,8 +263,7 @@ def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArr
             f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
             f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
         )
-    old_of_V = old_ids(base, corpus)
-    assert old_of_V is not None
+    old_of_V = shared_tokens(corpus.tokenizer, base.tokenizer)
     if not (old_of_V >= 0).any():
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
     return old_of_V

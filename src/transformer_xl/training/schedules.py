@@ -45,28 +45,17 @@ def learning_rate(step: int, config: TrainConfig, *, peak_ratio: float = 1.0) ->
     return config.learning_rate * (end_ratio + (peak_ratio - end_ratio) * factor)
 
 
-def set_learning_rate(
-    optimizers: tuple[torch.optim.Optimizer, ...], rate: float, embedding_rate: float | None = None
-) -> None:
-    """Set the learning rate of every parameter group of every optimizer, times its `rate_factor` if it has one.
-
-    Args:
-        optimizers: the optimizers.
-        rate: the learning rate.
-        embedding_rate: that of the groups that are marked as `is_embedding`, or None if it is the same.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            own_rate = embedding_rate if embedding_rate is not None and group.get("is_embedding") else rate
-            group["lr"] = own_rate * group.get("rate_factor", 1.0)
-
-
 def set_step_rates(
     optimizers: tuple[torch.optim.Optimizer, ...], step: int, config: TrainConfig, scale: float = 1.0
 ) -> None:
-    """Set the learning rates of a step, times a scale."""
-    embedding_rate = learning_rate(step, config, peak_ratio=config.embedding_learning_rate_ratio)
-    set_learning_rate(optimizers, learning_rate(step, config) * scale, embedding_rate * scale)
+    """Set the learning rate of a step, times a scale, in every parameter group of every optimizer.
+
+    Groups with `is_embedding` have the rate of the embedding; a `rate_factor` multiplies a group's rate.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            ratio = config.embedding_learning_rate_ratio if group.get("is_embedding") else 1.0
+            group["lr"] = learning_rate(step, config, peak_ratio=ratio) * scale * group.get("rate_factor", 1.0)
 
 
 def random_length(step: int, config: TrainConfig) -> int:

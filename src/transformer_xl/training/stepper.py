@@ -199,7 +199,9 @@ class Stepper:
             number of tokens read, each over all processes.
         """
         if self.config.compile == "cudagraphs":
-            self._allocate_gradients()  # outside the graphs, see `_clip_and_apply`
+            for parameter in self.wrapped_model.parameters():  # outside the graphs, see `_clip_and_apply`
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         loss_mask_BT = trained_targets(batch.loss_mask_BT, self.config)
         # number of targets in the loss, and of all targets (tokens read)
         counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
@@ -223,11 +225,6 @@ class Stepper:
         self.memories = tuple(new_memories)
         grad_norm = self._clip_and_apply()
         return torch.stack([sum.to(nats.dtype) for sum in (self.world.sum(nats), counts[0], grad_norm, counts[1])])
-
-    def _allocate_gradients(self) -> None:
-        for parameter in self.wrapped_model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _clip_and_apply(self) -> Tensor:
         """Clip and apply the gradients; return their norm before clipping."""
