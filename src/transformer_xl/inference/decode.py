@@ -129,11 +129,12 @@ def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[Tensor], list[Any]
     linear_class = Int8Linear if is_int8 else PackedLinear
     expected = [linear_class] * 6 + [nn.LayerNorm] * 2 + [RMSNorm if has_head_norms else nn.Identity] * 2
     modules: list[Any] = [*linears, *norms, *dropouts]
-    if list(map(type, modules)) != expected + [FastDropout] * 4 or any(map(_has_hook, layer.modules())):
-        return None
-    if [module.relu for module in dropouts] != [False, False, False, True]:
-        return None
-    if any(linear.bias is not None for linear in linears[:4]):
+    if (
+        list(map(type, modules)) != expected + [FastDropout] * 4
+        or any(map(_has_hook, layer.modules()))
+        or [module.relu for module in dropouts] != [False, False, False, True]
+        or any(linear.bias is not None for linear in linears[:4])
+    ):
         return None
     vectors = [linears[4].bias, linears[5].bias]
     for norm in norms[:2]:
