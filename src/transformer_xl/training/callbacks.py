@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pydantic import Field
 from typing_extensions import override
@@ -80,9 +80,6 @@ class TrainerView(Protocol):
     def stop(self, *, skip_validation: bool = False) -> None:
         """End training after the current step, with a checkpoint."""
 
-    def fail(self, reason: str) -> NoReturn:
-        """End training at once, without a checkpoint: raise a UserError."""
-
     def warn(self, message: str) -> None:
         """Tell all callbacks what the user should know."""
 
@@ -93,7 +90,8 @@ class Callback:
     Each method gets the trainer: `trainer.state` contains the progress, `trainer.model` and `trainer.config` the
     model and its settings, and `trainer.stop()` ends training after the current step, with a checkpoint. Under
     torchrun every process runs its own callbacks, which get the same metrics; `trainer.world.is_first` is true in
-    one process only. `trainer.stop()` takes effect in all processes, a few steps later.
+    one process only. `trainer.stop()` takes effect in all processes, a few steps later. An error that a method raises
+    in all processes at the same step ends training at once, without a checkpoint.
     """
 
     def on_train_begin(self, trainer: TrainerView) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from typing_extensions import override
 
-from transformer_xl.config import Settings, TrainConfig, check_settings
+from transformer_xl.config import Settings, TrainConfig, UserError, check_settings
 from transformer_xl.files import quoted
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.callbacks import Callback, Metrics, StepSums, TrainerView
@@ -152,14 +152,14 @@ class HealthCallback(Callback):
         if not (math.isfinite(sums.nats) and math.isfinite(sums.grad_norm)):
             is_norm = math.isfinite(sums.nats)
             cause = f"gradient norm became {sums.grad_norm}" if is_norm else f"loss became {sums.nats}"
-            trainer.fail(
+            raise UserError(
                 f"the {cause} at step {step}; {trainer.folder.latest_checkpoint()} is the last good checkpoint. Resume "
                 f"from it with a lower learning rate: {_resume_slower(trainer)}"
             )
         was_diverging = self.state.is_diverging
         self.count(sums)
         if self.is_lost:
-            self._fail_lost(trainer, step)
+            raise self._lost_error(trainer, step)
         if self.state.is_diverging and not was_diverging:
             trainer.warn(
                 f"at step {step:,} {self.state.describe()}; the learning rate is probably too large, unless the text "
@@ -235,8 +235,8 @@ class HealthCallback(Callback):
         fractions = counts / counts.sum()
         return float(-(fractions * np.log(fractions)).sum())
 
-    def _fail_lost(self, trainer: TrainerView, step: int) -> None:
-        """End a lost run, and say what is good and how to go on."""
+    def _lost_error(self, trainer: TrainerView, step: int) -> UserError:
+        """Return the error that ends a lost run: it says what is good and how to go on."""
         state, folder = self.state, trainer.folder
         with trainer.world.raise_together():
             good, best = checkpoint_before(folder, state.lowest_step), folder.best_known()
@@ -247,11 +247,11 @@ class HealthCallback(Callback):
         if best is not None and best[1] <= self.uniform_nats:
             said += f"; the best weights are of step {best[0]:,}, with a validation loss of {best[1]:.3f}"
         if good is None or (step_of(good) == 0 and folder.config.finetune is None):
-            trainer.fail(
+            return UserError(
                 f"{said}. Start a new run with a much lower learning rate; txl train --find-rate, with the same "
                 "settings, proposes one"
             )
-        trainer.fail(
+        return UserError(
             f"{said}; {good} is the last good checkpoint. Go back to it with a much lower learning rate: "
             f"{_resume_slower(trainer, 10, step_of(good))}"
         )

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import torch
 
-from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.memory_lengths import candidate_lengths, measure_memory_lengths, num_measured_tokens
 from transformer_xl.progress import ProgressBar, note, say
@@ -52,7 +51,10 @@ def record_memory_lengths(trainer: Trainer, is_interrupted: Callable[[], bool], 
 
     try:
         with bar or nullcontext():
-            measured = _measure(trainer, num_tokens, advance)
+            run = trainer.folder.load_run(trainer.device)  # the best weights, as they are on disk
+            measured = measure_memory_lengths(run, trainer.corpus.split("valid"), num_tokens, advance)
+            assert measured is not None
+            trainer.folder.save_memory_lengths(measured)
     except _Interrupted:
         return
     except (UserError, torch.OutOfMemoryError) as error:
@@ -61,12 +63,3 @@ def record_memory_lengths(trainer: Trainer, is_interrupted: Callable[[], bool], 
         return
     if progress:
         say(f"memory length {measured.chosen:,}: {measured.describe()}; evaluation and generation use it")
-
-
-def _measure(trainer: Trainer, num_tokens: int, progress: Callable[[int], None]) -> MemoryLengths:
-    """Measure the best weights, as they are on disk, and save the losses with them."""
-    run = trainer.folder.load_run(trainer.device)
-    measured = measure_memory_lengths(run, trainer.corpus.split("valid"), num_tokens, progress)
-    assert measured is not None
-    trainer.folder.save_memory_lengths(measured)
-    return measured

@@ -71,15 +71,12 @@ class MetricsLog:
             "seconds": round(seconds, 3),
         }
         if self.world.is_first:
-            self._append(metrics)
+            file = self.folder.path / "metrics.jsonl"
+            with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(metrics) + "\n")
+            self._open_board(None)
+            self._add_to_board(metrics)
         return metrics
-
-    def _append(self, metrics: Metrics) -> None:
-        file = self.folder.path / "metrics.jsonl"
-        with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(metrics) + "\n")
-        self._open_board(None)
-        self._add_to_board(metrics)
 
     def close(self) -> None:
         """Close the TensorBoard file; the next `write` opens a new one."""

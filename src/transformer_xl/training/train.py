@@ -262,11 +262,7 @@ def run_training(
                     log,
                 )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
-
-            def stop(is_repeated: bool) -> None:
-                trainer.stop(skip_validation=is_repeated)
-
-            with _stop_signals(stop, handle_signals=handle_signals) as received:
+            with _stop_signals(trainer, handle_signals=handle_signals) as received:
                 finished = trainer.run()
                 num_signals = min(len(received), 1)
                 record_memory_lengths(trainer, lambda: len(received) > num_signals, progress=show_progress)
@@ -526,8 +522,8 @@ def _restore(trainer: Trainer, log: Callable[[str], None], from_step: int | None
 
 
 @contextmanager
-def _stop_signals(stop: Callable[[bool], None], *, handle_signals: bool) -> Iterator[list[int]]:
-    """Append each signal to the yielded list, and call `stop` with whether it is not the first; the fourth kills.
+def _stop_signals(trainer: Trainer, *, handle_signals: bool) -> Iterator[list[int]]:
+    """Let signals stop a trainer, and append them to the yielded list; a second one skips validation, the fourth kills.
 
     A second signal may come while the checkpoint is written, which must not end that. Without `handle_signals`, only
     Ctrl-C is delayed, in the main thread and if Python itself would raise KeyboardInterrupt: raised in the middle of a
@@ -549,7 +545,7 @@ def _stop_signals(stop: Callable[[bool], None], *, handle_signals: bool) -> Iter
         received.append(number)
         if len(received) == _MAX_STOP_SIGNALS:
             restore()
-        stop(len(received) > 1)
+        trainer.stop(skip_validation=len(received) > 1)
 
     for number in numbers:
         signal.signal(number, on_signal)

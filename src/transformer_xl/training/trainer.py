@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -54,7 +53,6 @@ class Trainer:
         corpus: Corpus,
         device: torch.device,
         *,
-        callbacks: Sequence[Callback] = (),
         world: DistributedContext = SINGLE_PROCESS,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -64,7 +62,6 @@ class Trainer:
             folder: folder of the run, with its settings; it need not exist yet.
             corpus: corpus to train on; its validation text, if it has one, is scored every `eval_interval` steps.
             device: device to compute on.
-            callbacks: called during training.
             world: the processes that train this run together.
             weights: initial weights by name, or None to draw them (those of an adapter beside the base's).
 
@@ -73,7 +70,8 @@ class Trainer:
                 memory than there is, or parameters to freeze do not exist.
         """
         self.folder, self.corpus, self.device, self.world = folder, corpus, device, world
-        self.callbacks = list(callbacks)
+        self.callbacks: list[Callback] = []
+        """Called during training, besides `health`."""
         self.config = folder.config.train
         with world.raise_together():
             dataset, self.validator = open_data(folder.config, corpus, device, world)
@@ -110,14 +108,6 @@ class Trainer:
         """
         self._stop_requested = True
         self._skip_validation |= skip_validation
-
-    def fail(self, reason: str) -> NoReturn:
-        """End training at once, without a checkpoint: for callbacks, in all processes at the same step.
-
-        Raises:
-            UserError: always, with this reason.
-        """
-        raise UserError(reason)
 
     def warn(self, message: str) -> None:
         """Tell all callbacks what the user should know."""
@@ -278,7 +268,9 @@ class Trainer:
             if nats is None:
                 return False
             if not math.isfinite(nats):
-                self.fail(f"the validation loss became {nats} at step {self.state.step}; lower --train.learning-rate")
+                raise UserError(
+                    f"the validation loss became {nats} at step {self.state.step}; lower --train.learning-rate"
+                )
             sums = self._sums("valid", nats, validator.num_tokens)
             nats_per_token = sums.nats_per_token
             best = None if self._is_other_validation_text() else self.state.best_nats
