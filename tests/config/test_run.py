@@ -19,6 +19,7 @@ from transformer_xl.config import (
     run_settings,
 )
 from transformer_xl.config.model import VaswaniConfig
+from transformer_xl.config.settings import check_settings
 
 
 def test_memory_length_defaults_to_0_without_memory() -> None:
@@ -92,3 +93,9 @@ def test_message_on_many_errors_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{len(names)} errors: .*\(8\) .*and {len(names) - 8} more") as error:
         load_recipe(str(file))
     assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("name", ["my-note", "1x", ""])
+def test_unknown_name_that_is_no_identifier_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"recipe r: unknown setting '{name}'"):
+        check_settings(TrainConfig, {name: 1}, "recipe r")

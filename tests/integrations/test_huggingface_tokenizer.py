@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.huggingface import TransformerXLTokenizer
-from transformer_xl.interop.tokenizers import tokenizer_from_words
+from transformer_xl.interop.tokenizers import tokenizer_from_object
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
@@ -139,5 +139,5 @@ def test_what_a_tokenizer_cannot_do_is_refused() -> None:
 
 
 def test_words_of_the_hub_are_split_as_there() -> None:
-    own = tokenizer_from_words(list(WORDS), source="test", pre_tokenizer="moses")
+    own = tokenizer_from_object({"idx2sym": list(WORDS)}, source="test", pre_tokenizer="moses")
     assert TransformerXLTokenizer(tokenizer=own)("the cat, the")["input_ids"] == [3, 4, 5, 3]

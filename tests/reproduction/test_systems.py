@@ -9,7 +9,7 @@ import pytest
 
 from transformer_xl.config import merge, run_settings
 from transformer_xl.model.cost import step_cost
-from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
+from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, _largest, num_parameters
 
 # the settings that all systems share
 BASE = {
@@ -75,3 +75,9 @@ def test_settings_that_a_system_does_not_have_are_left_out():
     assert config_of("shaw-full", base).model.clamp_length == 9
     assert config_of("learned-half", base).evaluation.memory_length is None
     assert "attention_dropout" not in config_of("lstm", base).model.model_dump()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 100])
+def test_largest_number_that_fits(most: int) -> None:
+    assert _largest(lambda number: number <= most) == most
+    assert _largest(lambda number: False) == 1

@@ -71,6 +71,17 @@ def test_completion_equals_generate(run: Run, gpt: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in expected)
 
 
+def test_a_long_prompt_is_read_as_by_generate(run: Run, gpt: openai.OpenAI) -> None:
+    for memory_length in (None, 0, 40):
+        body = {} if memory_length is None else {"memory_length": memory_length}
+        answer = gpt.completions.create(
+            model="tiny", prompt=PROMPT * 2, max_tokens=5, temperature=0, logprobs=1, extra_body=body
+        )
+        expected = generate(run, PROMPT * 2, max_new_tokens=5, greedy=True, logprobs=True, **body)
+        assert answer.choices[0].text == expected.text
+        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 def test_stream_gives_the_same_text_and_tokens(gpt: openai.OpenAI) -> None:
     arguments = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "seed": 2, "logprobs": 2, "echo": True}
     whole = gpt.completions.create(**arguments)

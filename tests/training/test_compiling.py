@@ -89,7 +89,7 @@ def test_copy_of_a_compiled_model_uses_its_own_weights(make_model) -> None:
             other.mul_(2)
         torch.testing.assert_close(copied(tokens)[0], eager(tokens)[0])
         assert torch.equal(model(tokens)[0], expected)
-    assert all(layer.forward.args[0] is layer for layer in copied.layers)
+    assert all(layer.forward.layer is layer for layer in copied.layers)
 
 
 def test_cuda_graphs_need_cuda(make_model) -> None:

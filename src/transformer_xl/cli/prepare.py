@@ -26,37 +26,41 @@ Patterns = Annotated[list[str] | None, Parameter(negative=())]
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Which text is read and how it is split, under the names of the parameters of `text.prepare.prepare`."""
+    """Which text is read and how it is split, under the names of the parameters of `text.prepare.prepare`.
+
+    Attributes:
+        train: Files, folders and patterns to train on, instead of splitting one text.
+        valid: Files, folders and patterns to validate on.
+        test: Files, folders and patterns to test on.
+        valid_fraction: Fraction of the text that becomes valid. [default: 0.05]
+        test_fraction: Fraction of the text that becomes test. [default: 0.05]
+        split_method: random draws valid and test from all over the text: whole files or, where those are few or
+            of very unequal size, blocks; end takes the end of the joined text. [default: random]
+        seed: Seed of the random split. [default: 1]
+        include: Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]
+        exclude: Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated.
+        encoding: Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any
+            file. Other files of a folder are left out. [default: utf-8]
+        tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a
+            corpus or run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that
+            of the data set, else byte]
+        document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
+        data_dir: File or folder that has the files of the named data set. [default: download them]
+    """
 
     train: Files = None
-    """Files, folders and patterns to train on, instead of splitting one text."""
     valid: Files = None
-    """Files, folders and patterns to validate on."""
     test: Files = None
-    """Files, folders and patterns to test on."""
     valid_fraction: float | None = None
-    """Fraction of the text that becomes valid. [default: 0.05]"""
     test_fraction: float | None = None
-    """Fraction of the text that becomes test. [default: 0.05]"""
     split_method: Literal["random", "end"] | None = None
-    """random draws valid and test from all over the text: whole files or, where those are few or of very unequal size,
-    blocks; end takes the end of the joined text. [default: random]"""
     seed: Annotated[int | None, Integer] = None
-    """Seed of the random split. [default: 1]"""
     include: Patterns = None
-    """Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]"""
     exclude: Patterns = None
-    """Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated."""
     encoding: str | None = None
-    """Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other files of a
-    folder are left out. [default: utf-8]"""
     tokenizer: str | None = None
-    """byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a corpus or run, its
-    txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set, else byte]"""
     document_unit: DocumentUnit | None = None
-    """Whether each file or each line is a document. [default: that of the data set, else file]"""
     data_dir: Path | None = None
-    """File or folder that has the files of the named data set. [default: download them]"""
 
 
 _DEFAULTS = TextOptions()

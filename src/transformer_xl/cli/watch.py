@@ -31,28 +31,34 @@ _Score = Literal["mean", "sum", "max"]
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """The text, and which of its lines are printed."""
+    """The text, and which of its lines are printed.
+
+    Attributes:
+        file: File to follow as it grows, also when it is rotated or truncated. [default: standard input, until
+            its end]
+        from_end: Begin at the end of --file, not at its beginning.
+        socket: Path of a Unix socket to create, or a local HOST:PORT, to which programs write lines.
+        threshold: Print lines whose score is above this, in bits.
+        calibrate: File of normal text, which is read first; the threshold is the lowest that --false-alarms of
+            its lines exceed.
+        false_alarms: Fraction of the lines of --calibrate that may be above the threshold. [default: 0.001]
+        score: Score of a line that is compared: the mean or the sum over its tokens, or its most surprising
+            token. [default: mean]
+        state: File that the state is saved to at the end, and read from if it exists, so that the next command
+            continues, with the same threshold unless it gives another. The end of standard input then ends no
+            line.
+        max_delay: Seconds that a whole line waits for more text before it is scored.
+    """
 
     file: Path | None = None
-    """File to follow as it grows, also when it is rotated or truncated. [default: standard input, until its end]"""
     from_end: Annotated[bool, Parameter(negative=())] = False
-    """Begin at the end of --file, not at its beginning."""
     socket: str | None = None
-    """Path of a Unix socket to create, or a local HOST:PORT, to which programs write lines."""
     threshold: float | None = None
-    """Print lines whose score is above this, in bits."""
     calibrate: Path | None = None
-    """File of normal text, which is read first; the threshold is the lowest that --false-alarms of its lines exceed."""
     false_alarms: float | None = None
-    """Fraction of the lines of --calibrate that may be above the threshold. [default: 0.001]"""
     score: _Score | None = None
-    """Score of a line that is compared: the mean or the sum over its tokens, or its most surprising token.
-    [default: mean]"""
     state: Path | None = None
-    """File that the state is saved to at the end, and read from if it exists, so that the next command continues, with
-    the same threshold unless it gives another. The end of standard input then ends no line."""
     max_delay: float = 0.2
-    """Seconds that a whole line waits for more text before it is scored."""
 
     def check(self) -> None:
         """Check that the options agree, and that the state can be written at the end.

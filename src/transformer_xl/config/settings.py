@@ -186,7 +186,7 @@ def explain(error: ValidationError, flags: str | None = None) -> str:
         ]
         key = ".".join(names)
         if isinstance(item["input"], _UnknownSetting):
-            names.pop()  # its message has the name
+            names = names[:-1]  # its message has the name, which is in none if it is no identifier
         if flags is None:
             setting = ".".join(names)
         else:  # a flag has no name for a part of its value

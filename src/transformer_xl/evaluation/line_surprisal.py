@@ -199,7 +199,8 @@ def calibrate(lines: Iterable[LineSurprisal], score: LineScoreName, false_alarms
     Raises:
         UserError: there are no lines.
     """
-    assert 0 <= false_alarms < 1
+    if not 0 <= false_alarms < 1:
+        raise UserError(f"false_alarms {false_alarms:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
     scores = np.sort([line.score(score) for line in lines])[::-1]
     if not len(scores):
         raise UserError("there are no lines to calibrate with; give a file of normal text")

@@ -274,17 +274,21 @@ def memory_plan(run: Run, memory_length: int | None = None) -> EvaluationPlan:
     return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
 
 
-def prompt_segment_length(model: TokenModel, plan: EvaluationPlan) -> int:
+def prompt_segment_length(model: TokenModel, segment_length: int, memory_length: int) -> int:
     """Return the number of tokens of a segment in which prompts are read: that of evaluation, with two exceptions.
 
     Where empty memory slots are attended (the setting attend_empty_memory), a prompt is read in segments of `STRIDE`.
     Where evaluation has no memory, that of generation holds the tokens which fit a segment with the new one: each token
     of a prompt sees these, as the generated ones do.
+
+    Args:
+        model: the model that reads.
+        segment_length: that of evaluation.
+        memory_length: that of evaluation.
     """
     if model.config.attends_empty_slots:
         return STRIDE
-    has_memory = plan.context_limits.memory_length > 0
-    return 1 if model.limits_visible and not has_memory else plan.segment_length
+    return 1 if model.limits_visible and not memory_length else segment_length
 
 
 def prepare_generation(
@@ -309,7 +313,7 @@ def prepare_generation(
     _require_memory(model, config, num_prompts, num_slots if memory is None else memory.length)
     if memory is None:
         memory = model.generation_memory(num_prompts, plan.context_limits, segment_length=fits_segment)
-    return model, memory, prompt_segment_length(model, plan)
+    return model, memory, prompt_segment_length(model, plan.segment_length, plan.context_limits.memory_length)
 
 
 def _batch_generator(

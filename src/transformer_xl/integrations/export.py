@@ -75,11 +75,11 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     if config.attention_kernel is None:
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
     limits = EvaluationPlan.resolve(run.config, memory_lengths=run.memory_lengths).context_limits
-    if memory_length is not None:
-        limits = replace(limits, memory_length=memory_length)
-    for name, value in (("batch_size", batch_size), ("memory_length", limits.memory_length)):
+    memory_length = limits.memory_length if memory_length is None else memory_length
+    for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
         if not (isinstance(value, int) and value >= 1):
             raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
+    limits = replace(limits, memory_length=memory_length)
     for name, length in (
         ("attention_window", limits.attention_window),
         ("clamp_length", limits.clamp_length),

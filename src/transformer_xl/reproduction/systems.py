@@ -167,4 +167,4 @@ def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest integer that fits, given that 1 and all integers below it fit: by doubling, then bisecting."""
     too_large = next(2**power for power in count(1) if not fits(2**power))
-    return bisect_left(range(too_large), True, lo=too_large // 2, key=lambda number: not fits(number)) - 1
+    return bisect_left(range(too_large), True, lo=too_large // 2 + 1, key=lambda number: not fits(number)) - 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.generation.generate import memory_plan
+from transformer_xl.generation.generate import memory_plan, prompt_segment_length
 from transformer_xl.inference import InferenceModel
 from transformer_xl.model.baselines.recurrent import RecurrentCache
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
@@ -113,7 +113,8 @@ class ServedModel:
             return Reader(self.inference, memory, segment_length=STRIDE)
         num_seen = num_before + num_tokens
         memory = memory.resized(min(slots, num_seen))
-        return Reader(self.inference, memory, segment_length=self.plan.segment_length, partial=num_seen > memory.length)
+        segment_length = prompt_segment_length(self.inference, self.plan.segment_length, memory_length)
+        return Reader(self.inference, memory, segment_length=segment_length, partial=num_seen > memory.length)
 
     def reads_as_score(self, memory_length: int) -> bool:
         """Return whether `reader` lets each token of a text see what it sees in `score`.

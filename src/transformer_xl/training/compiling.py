@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
@@ -38,10 +39,21 @@ def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["no
     _check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     for layer in model.layers:
-        # The class's function, because FSDP's hooks must not be compiled. A partial, because a deep copy of a compiled
-        # bound method would compute with the weights of the original layer.
-        compiled = _compiled(type(layer).forward, "reduce-overhead" if mode == "cudagraphs" else None)
-        layer.forward = partial(compiled, layer)
+        layer.forward = _Compiled(layer, "reduce-overhead" if mode == "cudagraphs" else None)
+
+
+class _Compiled:
+    """The compiled `forward` of a layer; after a deep copy of the layer it computes with the weights of the copy.
+
+    A deep copy of a compiled bound method would still compute with the weights of the original layer.
+    """
+
+    def __init__(self, layer: nn.Module, mode: str | None) -> None:
+        self.layer, self.mode = layer, mode
+
+    def __call__(self, *args: Any) -> Any:
+        # compiles the class's function, not the module, because FSDP's hooks must not be compiled
+        return _compiled(type(self.layer).forward, self.mode)(self.layer, *args)
 
 
 @cache
