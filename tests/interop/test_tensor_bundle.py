@@ -156,6 +156,7 @@ def test_table_of_several_blocks(tmp_path: Path) -> None:
         # the first name shares 7 bytes with the name before it, which does not exist
         (table(b"\x07\x01\x00x" + struct.pack("<II", 0, 1)), "too long"),
         (table(block([HEADER, (b"x", entry((), 4)), (b"y" * 99, b"")]), repeat=9), "blocks overlap"),
+        (table(block([(b"", b"\x0a\x01a")])), "field has another type"),  # the number of data files is text
         (table(block([(b"", b"\x08\x01\x10\x01")])), "big-endian"),  # field 2 of the header is the byte order
     ],
 )

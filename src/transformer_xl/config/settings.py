@@ -42,7 +42,7 @@ def check_type(value: object, kinds: type | tuple[type, ...], name: str, advice:
         UserError: the type is another one.
     """
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & set(allowed)):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
         shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
         raise UserError(f"{name} is of type {type(value).__name__}{shown}; {advice}")
 

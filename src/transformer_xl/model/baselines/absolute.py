@@ -149,7 +149,13 @@ class AbsoluteTransformer(LanguageModel):
 
     @override
     def forward(
-        self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, **inputs: Tensor | None
+        self,
+        tokens_BT: TokenIds | None = None,
+        memory: Memory | None = None,
+        *,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+        visible_BT: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Process a segment of T tokens; the first token of each batch row has position 0.
 
@@ -157,8 +163,8 @@ class AbsoluteTransformer(LanguageModel):
         errors are those of `LanguageModel.forward`; a segment longer than the learned positions is an error too.
         """
         if isinstance(memory, TokenMemory):
-            return self._recompute(tokens_BT, memory, inputs.get("lengths_B"))
-        return super().forward(tokens_BT, memory, **inputs)
+            return self._recompute(tokens_BT, memory, lengths_B)
+        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT)
 
     def _recompute(
         self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None
