@@ -129,19 +129,26 @@ class Reader:
         """
         if stride is None:
             stride = max(1, STRIDE // self.segment_length) * self.segment_length
-        done = [0] * len(tokens)
-        while True:
-            rooms = [stride if self.model.limits_visible else min(stride, self._left(row)) for row in range(len(done))]
-            lengths = [min(room, len(ids) - start) for room, ids, start in zip(rooms, tokens, done, strict=True)]
+        # rows end together: until a row begins, its padding attends to nothing, which costs little
+        sizes = [self._step_sizes(row, len(ids), stride) for row, ids in enumerate(tokens)]
+        num_steps, done = max(map(len, sizes)), [0] * len(tokens)
+        for lengths in zip(*([0] * (num_steps - len(row)) + row for row in sizes), strict=True):
             width = max(lengths)
-            if not width:
-                return
             padded = [
                 [0] * (width - length) + list(ids[start : start + length])
                 for length, ids, start in zip(lengths, tokens, done, strict=True)
             ]
-            yield self.step(torch.tensor(padded), lengths), lengths
+            yield self.step(torch.tensor(padded), lengths), list(lengths)
             done = [start + length for start, length in zip(done, lengths, strict=True)]
+
+    def _step_sizes(self, row: int, num_tokens: int, stride: int) -> list[int]:
+        """Return how many of a row's next tokens each step reads."""
+        sizes, read = list[int](), 0
+        while read < num_tokens:
+            room = stride if self.model.limits_visible else min(stride, self._left(row, read))
+            sizes.append(min(room, num_tokens - read))
+            read += sizes[-1]
+        return sizes
 
     def step(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Read T tokens of each row at once, and return their hidden states (B, T, D).
@@ -169,9 +176,9 @@ class Reader:
         self.num_read = [read + count for read, count in zip(self.num_read, counts, strict=True)]
         return hidden_BTD
 
-    def _left(self, row: int) -> int:
-        """Return the number of tokens until the end of the segment of a row."""
-        return self.segment_length - self.num_read[row] % self.segment_length
+    def _left(self, row: int, ahead: int = 0) -> int:
+        """Return the number of tokens until the end of the segment of a row, `ahead` tokens after what it has read."""
+        return self.segment_length - (self.num_read[row] + ahead) % self.segment_length
 
     def _must_limit(self, counts: Sequence[int]) -> bool:
         """Return whether a token of the next step sees less than all of memory and step."""
