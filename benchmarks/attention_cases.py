@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, sdpa
+from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, sdpa
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # errors always allowed, relative to the largest element: rounding of sums of some hundred terms in another order

@@ -25,7 +25,7 @@ from environment import command, commit, cpu_features, cpu_model, positive, resu
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
+from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 
 Attend = Callable[[AttentionInputs], Tensor]
 

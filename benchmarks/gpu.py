@@ -35,7 +35,7 @@ import torch
 from attention_cases import Shape, check, check_deterministic, check_dropout, times
 from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, write
 
-from transformer_xl.model.kernels import KERNELS
+from transformer_xl.ops.kernels import KERNELS
 
 RECIPES = ("enwik8-12l", "enwik8-24l", "wikitext-103-standard")
 OUT_OF_TIME = "left out: no time left (--minutes)"

@@ -44,7 +44,7 @@ from environment import (
 
 from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16, set_threads
-from transformer_xl.model.kernels import KERNELS, choose
+from transformer_xl.ops.kernels import KERNELS, choose
 
 CHECKED_SHAPES = (
     Shape(2, 37, 23, 3, 38),

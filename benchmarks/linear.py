@@ -22,7 +22,7 @@ import torch
 from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 from torch import Tensor, nn
 
-from transformer_xl.model.linear import PackedLinear, multiply, multiply_weight_gradient
+from transformer_xl.ops.linear import PackedLinear, multiply, multiply_weight_gradient
 
 SHAPES = ((512, 512), (512, 2048), (2048, 512), (1024, 4096))
 TRAINING_SHAPES = ((64, 64), (128, 128), (256, 256), (256, 1024), (1024, 256), *SHAPES)

@@ -25,7 +25,7 @@ from trainee import Trainee
 from transformer_xl import __version__
 from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.device import resolve_dtype, set_threads
-from transformer_xl.model.kernels import KERNELS
+from transformer_xl.ops.kernels import KERNELS
 
 
 class Runner:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transformer_xl.native import operators, status
+from transformer_xl.ops.native import operators, status
 
 needs_native = pytest.mark.skipif(operators() is None, reason=f"native operators: {status().text}")
 NATIVE = pytest.param("native", marks=needs_native)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.ops.kernels import KERNELS
 from transformer_xl.reader import Reader
 
 SEGMENT, MEMORY = 7, 11

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from transformer_xl.model.kernels import triton_kernels as kernels
+from transformer_xl.ops.kernels import triton_kernels as kernels
 
 # the kernels `forward_kernel` and so on: the forward pass, then the gradients of queries, keys and values, distances
 NAMES = ("forward", "queries", "keys", "distances")

@@ -26,8 +26,8 @@ from implementations.task import Task
 from implementations.worker import Segments
 from step_times import Tokens, settings
 
-from transformer_xl.model.kernels import KERNELS
-from transformer_xl.model.kernels.reference import AttentionInputs, attention_terms
+from transformer_xl.ops.kernels import KERNELS
+from transformer_xl.ops.kernels.reference import AttentionInputs, attention_terms
 
 ROOT = Path(__file__).parents[2]
 # batch size, queries, memory slots, heads, head width

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError
 from transformer_xl.config import LoraConfig, RunConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.model.linear import PackedLinear, packed_weights, packs
 from transformer_xl.model.lora import add_lora, merge_lora
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.ops.linear import PackedLinear, packed_weights, packs
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 

@@ -300,7 +300,7 @@ def test_chunked_losses_are_the_same_and_save_no_logits(monkeypatch, style):
     targets_BT = torch.arange(21).view(3, 7) % 23
     results, saved_elements = [], []
     for max_logits in (10**6, 1):
-        monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+        monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", max_logits)
         embedding, softmax = make(**STYLES[style])
         hidden_BTD, saved = hidden().requires_grad_(), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model import dropout
 from transformer_xl.model.build import build_model
-from transformer_xl.model.dropout import FastDropout, drop_vocabulary
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.ops import dropout
+from transformer_xl.ops.dropout import FastDropout, drop_vocabulary
 
 AUTHORS = {
     "dropout": 0.2, "embedding_dropout": 0.25, "input_dropout": 0.6, "output_dropout": 0.5, "variational_dropout": True,

@@ -16,9 +16,9 @@ from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
-from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.ops.dropout import dropout_kernel
 
 # pre-norm: LayerNorm at the start of each residual branch, not after it, and (by default) after the last layer;
 # untied biases: each layer has its own content and position bias
@@ -157,7 +157,7 @@ def test_dropout_is_applied_as_in_the_authors_code(make_model, tokens, monkeypat
 
         return record
 
-    for target in ("torch.nn.functional.dropout", "transformer_xl.model.dropout._mask"):
+    for target in ("torch.nn.functional.dropout", "transformer_xl.ops.dropout._mask"):
         monkeypatch.setattr(target, recorded(pkgutil.resolve_name(target)))
     with dropout_kernel("torch"):  # the native operator is where the other is
         model(tokens(3, 5))

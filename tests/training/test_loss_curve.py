@@ -96,7 +96,7 @@ def test_triton_kernel_gives_the_same_losses(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:  # Triton reads this when it is imported
         patch.setenv("TRITON_INTERPRET", "1")
         pytest.importorskip("triton")
-        from transformer_xl.model.kernels import triton_kernels  # noqa: F401
+        from transformer_xl.ops.kernels import triton_kernels  # noqa: F401
 
         if torch.cuda.is_available():
             pytest.skip("the kernels may have been imported as compiled ones")

@@ -10,7 +10,7 @@ from training_runs import CPU
 
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.device import Precision
-from transformer_xl.model.kernels import triton
+from transformer_xl.ops.kernels import triton
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.numerics import choose_numerics
 

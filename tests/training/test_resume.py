@@ -12,7 +12,7 @@ from refusals import txl
 from tensors import assert_same_tensors
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
-from transformer_xl.model.linear import packs
+from transformer_xl.ops.linear import packs
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.trainer import Trainer
@@ -111,7 +111,7 @@ def test_run_is_resumed_with_the_kernel_it_began_with(
     corpus, model = letters_corpus(tmp_path / "corpus", num_valid=0), {"attention_dropout": 0.3}
     with monkeypatch.context() as patch:
         if first == "cpu":
-            patch.setattr("transformer_xl.native.operators", lambda: None)
+            patch.setattr("transformer_xl.ops.native.operators", lambda: None)
         whole = start(tmp_path / "whole", corpus, model=model)
         whole.run()
         trainer = start(tmp_path / "run", corpus, model=model)
@@ -165,7 +165,7 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
     model = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "dropout": 0.3}
     with monkeypatch.context() as patch:
         if first == "torch":
-            patch.setattr("transformer_xl.native.operators", lambda: None)
+            patch.setattr("transformer_xl.ops.native.operators", lambda: None)
         whole = start(tmp_path / "whole", corpus, model=model)
         whole.run()
         trainer = start(tmp_path / "run", corpus, model=model)
@@ -177,7 +177,7 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
     assert nats_of(trainer) == nats_of(whole)
     if first == "native":
         train_until(trainer := start(tmp_path / "other", corpus, model=model), 9)
-        monkeypatch.setattr("transformer_xl.native.operators", lambda: None)
+        monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
         trainer = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU)
         (warning,) = trainer.resume()
         assert "trained with native dropout, which is not available here" in warning
@@ -190,7 +190,7 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
 def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0))
     train_until(trainer, 9)
-    monkeypatch.setattr("transformer_xl.native.operators", lambda: None)
+    monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
     trainer = Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU)
     (warning,) = trainer.resume()
     assert "trained with the attention kernel native, which is not available here" in warning

@@ -23,7 +23,7 @@ from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, Transformer
 from transformer_xl import train as train_run
 from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import load_recipe, read_yaml
-from transformer_xl.native import NativeStatus
+from transformer_xl.ops.native import NativeStatus
 from transformer_xl.progress import ProgressBar
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.training import trainer as trainer_module
@@ -151,7 +151,7 @@ def test_messages_are_printed_on_standard_error(
     tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first line names the attention kernel, and how to get a faster one."""
-    monkeypatch.setattr("transformer_xl.native._status", NativeStatus(None, "not built; faster with: a command"))
+    monkeypatch.setattr("transformer_xl.ops.native._status", NativeStatus(None, "not built; faster with: a command"))
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, device="cpu")
     out, err = capsys.readouterr()
     assert out == ""

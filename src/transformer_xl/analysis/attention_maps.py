@@ -34,10 +34,10 @@ from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
-from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.ops.kernels import AttentionTerms
 from transformer_xl.text.token_store import Tokens
 
 Term = Literal["probability", "score", "content", "position", "content_bias", "position_bias"]

@@ -56,7 +56,7 @@ def info(
         Also measure how fast matrices are multiplied, which takes seconds and should be alone on the machine.
     """
     if build_native:
-        from transformer_xl.native.build import build
+        from transformer_xl.ops.native.build import build
 
         say(build())
     sections = {"machine": _hardware_facts(device_options)}
@@ -78,9 +78,9 @@ def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
     import torch
 
     from transformer_xl.device import available_devices, resolve_dtype
-    from transformer_xl.model.kernels import KERNELS, choose
-    from transformer_xl.model.linear import fastest_matmul_library
-    from transformer_xl.native import status
+    from transformer_xl.ops.kernels import KERNELS, choose
+    from transformer_xl.ops.linear import fastest_matmul_library
+    from transformer_xl.ops.native import status
 
     device = device_options.choose()
     return {
@@ -107,7 +107,7 @@ def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
     from torch.utils.benchmark import Timer
 
     from transformer_xl.device import has_bfloat16
-    from transformer_xl.model.linear import PackedLinear
+    from transformer_xl.ops.linear import PackedLinear
 
     device, speeds = device_options.choose(), dict[str, Any]()
     ways: dict[str, tuple[type[torch.nn.Linear], bool]] = {"torch": (torch.nn.Linear, False)}
@@ -158,7 +158,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
     import torch
 
     from transformer_xl.model.build import build_model
-    from transformer_xl.model.kernels import choose
+    from transformer_xl.ops.kernels import choose
 
     config, newest, metrics = folder.config, folder.latest_checkpoint(), folder.metrics()
     with torch.device("meta"):  # parameters without storage

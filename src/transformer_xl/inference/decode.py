@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.model.attention import AttentionContext, Biases, FeedForward, Layer, RelativeAttention
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
-from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.norm import RMSNorm
+from transformer_xl.ops.dropout import FastDropout
+from transformer_xl.ops.linear import Int8Linear, PackedLinear
 
 _MATRICES = 6  # of a layer
 _DTYPES = {(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)}  # of products and inputs

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from transformer_xl.device import Precision, autocast, resolve_dtype
 from transformer_xl.inference.decode import DecodeTables, decode_tables
 from transformer_xl.model.backbone import Backbone
-from transformer_xl.model.kernels import choose
-from transformer_xl.model.kernels import native as native_kernel
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.linear import Int8Linear, PackedLinear
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.relative import attention_context, layer_biases
 from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.ops.kernels import choose
+from transformer_xl.ops.kernels import native as native_kernel
+from transformer_xl.ops.linear import Int8Linear, PackedLinear
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel | Backbone)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.linear import Int8Linear
+from transformer_xl.ops.linear import Int8Linear
 from transformer_xl.progress import without_library_warnings
 from transformer_xl.run_folder import Run, check_run
 

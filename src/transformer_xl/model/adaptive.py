@@ -26,9 +26,9 @@ from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig
 from transformer_xl.device import to_device
-from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
-from transformer_xl.model.linear import linear
 from transformer_xl.model.token_ids import assert_in_vocabulary
+from transformer_xl.ops.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
+from transformer_xl.ops.linear import linear
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
 _PADDING_MULTIPLE = 8  # the number of targets in a tail is padded to a multiple of this, so that shapes vary less

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import LayerConfig, RelativeLayerConfig
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.gate import make_gate
-from transformer_xl.model.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.model.key_values import KeyValueCache
-from transformer_xl.model.linear import PackedLinear
 from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
 from transformer_xl.model.norm import RMSNorm
+from transformer_xl.ops.dropout import FastDropout
+from transformer_xl.ops.kernels import Attend, AttentionInputs, AttentionMask
+from transformer_xl.ops.linear import PackedLinear
 
 
 @dataclass(frozen=True)

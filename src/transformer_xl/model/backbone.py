@@ -17,11 +17,11 @@ from typing_extensions import override
 from transformer_xl.config import BackboneConfig, UserError, check_type
 from transformer_xl.model import relative
 from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.gate import GRUGate
 from transformer_xl.model.memory import ContextLimits, Memory, last_starts
 from transformer_xl.model.model_with_memory import ModelWithMemory, init_weights
 from transformer_xl.model.transformer_xl import run_layers
+from transformer_xl.ops.dropout import FastDropout
 
 
 class Backbone(ModelWithMemory):

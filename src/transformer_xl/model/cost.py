@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.build import build_model
-from transformer_xl.model.cross_entropy import without_chunks
-from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.ops.cross_entropy import without_chunks
+from transformer_xl.ops.dropout import dropout_kernel
 
 _MIN_HEAD_SHARE = 0.9  # minimum share of the text's tokens in the head, which has the widest embeddings
 _MAX_TAILS = 3  # as in the authors' code; a fourth tail saves almost nothing

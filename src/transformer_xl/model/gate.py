@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import LayerConfig
-from transformer_xl.model.linear import PackedLinear
+from transformer_xl.ops.linear import PackedLinear
 
 
 class GRUGate(nn.Module):

@@ -26,11 +26,11 @@ from typing_extensions import override
 from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from transformer_xl.model.dropout import FastDropout, drop_vocabulary
 from transformer_xl.model.memory import ContextLimits, Memory, padding_first
 from transformer_xl.model.model_with_memory import ModelWithMemory, init_weights
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
+from transformer_xl.ops.dropout import FastDropout, drop_vocabulary
 
 
 class LanguageModel(ModelWithMemory):

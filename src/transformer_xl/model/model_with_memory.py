@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from transformer_xl.config import Settings, UserError, check_type
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.ops.dropout import FastDropout
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 

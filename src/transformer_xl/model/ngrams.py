@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig
-from transformer_xl.model.linear import linear
+from transformer_xl.ops.linear import linear
 
 _STD = 0.02  # of the initial tables and projections
 _MULTIPLIER, _MODULUS = 1_000_003, 2**31 - 1  # primes of the polynomial hash, whose products fit into int64

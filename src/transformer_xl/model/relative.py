@@ -13,14 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from transformer_xl import native
 from transformer_xl.config import RelativeLayerConfig
-from transformer_xl.model import kernels
 from transformer_xl.model.attention import AttentionContext, Biases, encode_distances
-from transformer_xl.model.kernels import AttentionMask
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, LayerCache, Memory
 from transformer_xl.model.model_with_memory import WEIGHT_STD, ModelWithMemory
+from transformer_xl.ops import kernels, native
+from transformer_xl.ops.kernels import AttentionMask
 
 
 def check_kernel(config: RelativeLayerConfig) -> str:

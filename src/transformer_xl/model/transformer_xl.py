@@ -30,11 +30,11 @@ from typing_extensions import override
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
 from transformer_xl.model import relative
 from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
-from transformer_xl.model.kernels import AttentionTerms, reference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.model_with_memory import ModelWithMemory
 from transformer_xl.model.token_ids import TokenIds
+from transformer_xl.ops.kernels import AttentionTerms, reference
 
 
 def run_layers(

@@ -6,8 +6,8 @@ import torch
 
 from transformer_xl.config import RunConfig, TrainConfig
 from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
-from transformer_xl.model.kernels import choose
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
+from transformer_xl.ops.kernels import choose
 from transformer_xl.text.segments import SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus

@@ -10,11 +10,11 @@ import torch
 
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.device import Precision, resolve_dtype
-from transformer_xl.model.dropout import FastDropout, fastest_dropout_kernel
-from transformer_xl.model.kernels import KERNELS, choose
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.linear import fastest_matmul_library, packs
-from transformer_xl.native import status
+from transformer_xl.ops.dropout import FastDropout, fastest_dropout_kernel
+from transformer_xl.ops.kernels import KERNELS, choose
+from transformer_xl.ops.linear import fastest_matmul_library, packs
+from transformer_xl.ops.native import status
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 
 # from the fastest; the last works everywhere

@@ -29,10 +29,10 @@ from typing_extensions import override
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
-from transformer_xl.model.dropout import dropout_kernel
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.linear import matmul_library
 from transformer_xl.model.memory import Memory
+from transformer_xl.ops.dropout import dropout_kernel
+from transformer_xl.ops.linear import matmul_library
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch, trained_targets

@@ -36,7 +36,7 @@ from transformer_xl.device import choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.model.cost import find_cutoffs
-from transformer_xl.native import status
+from transformer_xl.ops.native import status
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, RunFolder, first_difference, load, trained_config
 from transformer_xl.text.token_store import Corpus

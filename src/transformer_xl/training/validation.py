@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.device import autocast, resolve_dtype, to_device
-from transformer_xl.model.linear import packed_weights
 from transformer_xl.model.memory import Memory
+from transformer_xl.ops.linear import packed_weights
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.training.distributed import DistributedContext

@@ -31,10 +31,10 @@ from transformer_xl.interop import huggingface as transfo_xl
 from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
-from transformer_xl.model.cross_entropy import cross_entropy
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids
+from transformer_xl.ops.cross_entropy import cross_entropy
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, load
 

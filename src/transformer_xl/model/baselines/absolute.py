@@ -27,12 +27,12 @@ from typing_extensions import override
 from transformer_xl.config import AbsoluteConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances, make_final_norm
 from transformer_xl.model.baselines.token_memory import TokenCache, TokenMemory
-from transformer_xl.model.cross_entropy import linear_cross_entropy
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 from transformer_xl.model.model_with_memory import WEIGHT_STD
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
+from transformer_xl.ops.cross_entropy import linear_cross_entropy
+from transformer_xl.ops.dropout import FastDropout
 
 _SECOND_TARGET_WEIGHT = 0.5  # of the loss of predicting the token after the next
 

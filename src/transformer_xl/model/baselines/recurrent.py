@@ -35,9 +35,9 @@ from typing_extensions import override
 
 from transformer_xl.config import QRNNConfig, RecurrentConfig
 from transformer_xl.model.baselines.scan import linear_recurrence
-from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.ops.dropout import FastDropout
 
 _FORGET_BIAS = 1.0  # initial bias of forget gates, as recommended by Jozefowicz et al. 2015
 

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.dropout import draw_mask, num_draws
-from transformer_xl.model.kernels import decode
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, expand_distances, keys_before
+from transformer_xl.ops.dropout import draw_mask, num_draws
+from transformer_xl.ops.kernels import few_queries as decode
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, expand_distances, keys_before
 
 _BLOCK_QUERIES = 128  # queries of a block: enough for fast matrix products, few enough to skip most future keys
 _BUFFER_BYTES = 2**22  # intended size of one buffer, 4 MiB: a few of them fit into the last-level cache

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.model.kernels import cpu, native, reference, sdpa, triton
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
-from transformer_xl.native import operators, status
+from transformer_xl.ops.kernels import cpu, native, reference, sdpa, triton
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
+from transformer_xl.ops.native import operators, status
 
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 

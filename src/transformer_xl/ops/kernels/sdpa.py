@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, keys_before
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, keys_before
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:

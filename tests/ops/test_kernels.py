@@ -21,9 +21,9 @@ from reference import KeyMask, attention
 from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
-from transformer_xl.model.kernels.reference import attention_terms, weighted_values
-from transformer_xl.native import operators
+from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, choose
+from transformer_xl.ops.kernels.reference import attention_terms, weighted_values
+from transformer_xl.ops.native import operators
 
 BATCH, HEADS, WIDTH = 2, 3, 5  # WIDTH: H
 ON_CPU = [
@@ -90,7 +90,7 @@ def test_one_dropout_mask_is_used_in_both_passes(monkeypatch, kernel, sizes):
     """One-hot values reveal the mask, because the output is linear in the values; output and gradients must then be
     those of a softmax times that mask."""
     for name, size in sizes.items():
-        monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{name}", size)
+        monkeypatch.setattr(f"transformer_xl.ops.kernels.cpu.{name}", size)
     dropout, num_queries, num_keys = 0.4, 5, 12
     inputs = random_inputs(num_queries, num_keys - num_queries, None)
     weight_BTNH = torch.randn(BATCH, num_queries, HEADS, WIDTH, dtype=torch.float64)
@@ -225,9 +225,9 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     """
     mask, window = MASKS[case]
     for constant, size in sizes.items():
-        monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{constant}", size)
+        monkeypatch.setattr(f"transformer_xl.ops.kernels.cpu.{constant}", size)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr("transformer_xl.model.kernels.native._DECODE_QUERIES", 5)  # used without gradients
+    monkeypatch.setattr("transformer_xl.ops.kernels.native._DECODE_QUERIES", 5)  # used without gradients
     inputs = random_inputs(5, 7, window)
     valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     is_token_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
@@ -278,7 +278,7 @@ def one_query(inputs: AttentionInputs, row: int, query: int) -> list[torch.Tenso
 def test_cpu_kernel_draws_the_same_dropout_mask_with_any_number_of_threads(monkeypatch):
     """The number of threads determines how many heads are computed at once; it may change between the passes."""
     inputs, results = random_inputs(5, 7, None), []
-    monkeypatch.setattr("transformer_xl.model.kernels.cpu._BUFFER_BYTES", 1)
+    monkeypatch.setattr("transformer_xl.ops.kernels.cpu._BUFFER_BYTES", 1)
     for forward, backward in ((1, 1), (3, 3), (1, 3)):  # numbers of threads in each pass
         monkeypatch.setattr("torch.get_num_threads", lambda threads=forward: threads)
         torch.manual_seed(3)

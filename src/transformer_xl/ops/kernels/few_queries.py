@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, keys_before
-from transformer_xl.model.kernels.sdpa import shifted
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, keys_before
+from transformer_xl.ops.kernels.sdpa import shifted
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:

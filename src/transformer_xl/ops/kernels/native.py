@@ -1,4 +1,4 @@
-"""Relative attention by the native operators (`transformer_xl/native`), where they are built.
+"""Relative attention by the native operators (`ops/native`), where they are built.
 
 A block of scores is computed, shifted, normalized, dropped and used while it is in cache, with sums in float32; the
 backward pass computes it again. Dropout comes from a counter and one seed from torch's random state, so it depends
@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_xl import native
-from transformer_xl.model.kernels import cpu
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask
+from transformer_xl.ops import native
+from transformer_xl.ops.kernels import cpu
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 _DECODE_QUERIES = 4  # with so few queries and no gradient, keys and values are read where they are stored

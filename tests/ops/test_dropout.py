@@ -9,7 +9,7 @@ import pytest
 import torch
 from native_operators import NATIVE, needs_native
 
-from transformer_xl.model.dropout import FastDropout, dropout_kernel
+from transformer_xl.ops.dropout import FastDropout, dropout_kernel
 
 
 @pytest.fixture(params=["torch", NATIVE])

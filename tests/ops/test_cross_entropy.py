@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tensors import assert_same_tensors, named_gradients
 
-from transformer_xl.model.cross_entropy import linear_cross_entropy
+from transformer_xl.ops.cross_entropy import linear_cross_entropy
 
 POSITIONS, WIDTH, LOGITS = 11, 5, 23
 SHAPES = {"hidden": (POSITIONS, WIDTH), "weight": (LOGITS, WIDTH), "bias": (LOGITS,)}
@@ -31,7 +31,7 @@ def standard(hidden_KE, weight_VE, bias_V, target_K):
 # chunks of one position (even if its logits exceed the limit), of one, of four, and no chunks
 @pytest.mark.parametrize("max_logits", [1, LOGITS, 4 * LOGITS + 1, 10**6])
 def test_chunks_equal_standard_computation(monkeypatch, max_logits):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+    monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", max_logits)
     tensors, target_K = random_inputs()
     weight_K = torch.randn(POSITIONS, dtype=torch.float64)
     results = []
@@ -44,7 +44,7 @@ def test_chunks_equal_standard_computation(monkeypatch, max_logits):
 
 
 def test_weights_that_are_not_trained_get_no_gradient(monkeypatch):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", 2 * LOGITS)
+    monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", 2 * LOGITS)
     tensors, target_K = random_inputs()
     frozen = [tensor.detach().requires_grad_(index == 0) for index, tensor in enumerate(tensors)]
     linear_cross_entropy(*frozen, target_K).sum().backward()
@@ -60,7 +60,7 @@ def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, a
     expected = [loss, *torch.autograd.grad(loss, exact)]
     errors = []
     for max_logits in (10**6, 2 * LOGITS):  # the standard computation, then chunks of two positions
-        monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+        monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", max_logits)
         tensors, _ = random_inputs(torch.float32 if autocast else torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             losses_K = linear_cross_entropy(*tensors, target_K)
@@ -72,7 +72,7 @@ def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, a
 
 
 def test_no_logits_are_saved(monkeypatch):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", LOGITS)  # chunks of one position
+    monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", LOGITS)  # chunks of one position
     tensors, target_K = random_inputs()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

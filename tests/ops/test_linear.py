@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transformer_xl.model import linear as linear_module
-from transformer_xl.model.cross_entropy import linear_cross_entropy
-from transformer_xl.model.linear import PackedLinear, fastest_matmul_library, linear, matmul_library, packs
+from transformer_xl.ops import linear as linear_module
+from transformer_xl.ops.cross_entropy import linear_cross_entropy
+from transformer_xl.ops.linear import PackedLinear, fastest_matmul_library, linear, matmul_library, packs
 
 needs_packing = pytest.mark.skipif(not packs(torch.float32), reason="oneDNN packs no weights here")
 
@@ -120,7 +120,7 @@ def test_onednn_computes_no_gradient_of_a_frozen_weight() -> None:
 @needs_packing
 @pytest.mark.parametrize("max_logits", [2**22, 1000])
 def test_cross_entropy_is_the_same_with_both_libraries(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+    monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", max_logits)
     torch.manual_seed(1)
     tensors, target = [torch.randn(23, 130), torch.randn(307, 130), torch.randn(307)], torch.randint(307, (23,))
     results = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from transformer_xl.model.linear import linear, multiply, multiply_weight_gradient, takes_onednn
+from transformer_xl.ops.linear import linear, multiply, multiply_weight_gradient, takes_onednn
 
 _MAX_LOGITS = 2**22  # maximum number of logits in memory: 16 MiB in float32
 _unchunked = ContextVar("unchunked", default=False)

@@ -24,10 +24,10 @@ from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.model.cost import step_cost
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
-from transformer_xl.model.kernels.reference import attention_terms
-from transformer_xl.model.kernels.triton import attend, fits
 from transformer_xl.model.memory import last_starts
+from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, choose
+from transformer_xl.ops.kernels.reference import attention_terms
+from transformer_xl.ops.kernels.triton import attend, fits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -38,7 +38,7 @@ pytest.importorskip("triton")
 with pytest.MonkeyPatch.context() as patch:  # Triton reads the variable when the kernels are imported
     if not ON_GPU:
         patch.setenv("TRITON_INTERPRET", "1")
-    from transformer_xl.model.kernels import triton, triton_kernels
+    from transformer_xl.ops.kernels import triton, triton_kernels
 
 REFERENCE = KERNELS["reference"].attend
 

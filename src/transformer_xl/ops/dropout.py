@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from transformer_xl import native
+from transformer_xl.ops import native
 
 _BITS = 16  # random bits for each element
 _NATIVE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)

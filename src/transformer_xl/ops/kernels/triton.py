@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels import sdpa
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, expand_distances
+from transformer_xl.ops.kernels import sdpa
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, expand_distances
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton supports
@@ -80,7 +80,7 @@ def relative_attention(
     `first_key_BT` that of `AttentionMask`.
     `kernels.rows_of` adds to a tensor the strides by which a kernel finds its vectors of H values.
     """
-    from transformer_xl.model.kernels import triton_kernels as kernels
+    from transformer_xl.ops.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = _empty_results(inputs)
     operands, sizes = kernels.kernel_inputs(inputs)
@@ -104,7 +104,7 @@ def relative_attention_backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs, from the gradient of the output and the results of the forward pass."""
-    from transformer_xl.model.kernels import triton_kernels as kernels
+    from transformer_xl.ops.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = results
     width, dtype, device = out_BTNH.shape[-1], out_BTNH.dtype, out_BTNH.device

@@ -3,7 +3,7 @@
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
     native.build.build()   compiles them; only `txl info --build-native` does
 
-The package works whole without them: `model/kernels/cpu.py` and torch compute the same. They are loaded once in a
+The package works whole without them: `ops/kernels/cpu.py` and torch compute the same. They are loaded once in a
 process, when first asked for. TXL_NATIVE=0 in the environment switches them off.
 
 `tensors` are those of `AttentionInputs`, in that order. Shape suffixes: B batch size, T queries, N heads, H head width.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.native import build
+from transformer_xl.ops.native import build
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from native_operators import needs_native
 from refusals import files, txl
 
 import transformer_xl
-from transformer_xl import native
-from transformer_xl.model.kernels import choose
-from transformer_xl.native import build
+from transformer_xl.ops import native
+from transformer_xl.ops.kernels import choose
+from transformer_xl.ops.native import build
 
 RECORD = build.find_record() if native.operators() else None
 LIBRARY = build.library_path(RECORD) if RECORD else None
@@ -108,7 +108,7 @@ def test_lock_dies_with_its_holder(folder: Path, tmp_path: Path, monkeypatch: py
     """While one process builds, another is refused; after it was killed, the next one builds and clears up."""
     calls = use_compiler(monkeypatch, tmp_path / "fake", "sleep 60")
     environment = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
-    command = [sys.executable, "-c", "from transformer_xl.native.build import build; build()"]
+    command = [sys.executable, "-c", "from transformer_xl.ops.native.build import build; build()"]
     with subprocess.Popen(command, env=environment) as builder:
         try:
             deadline = time.monotonic() + 60
