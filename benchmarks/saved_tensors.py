@@ -19,9 +19,9 @@ import torch
 from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, write
 from torch import Tensor, nn
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.config.run import load_recipe, merge_recipe
-from transformer_xl.model.build import build_model
 
 MIB = 2**20
 

@@ -36,10 +36,10 @@ from typing import Any
 import torch
 from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import run_settings
 from transformer_xl.config.run import load_recipe, merge_recipe
 from transformer_xl.generation.generate import memory_plan
-from transformer_xl.model.build import build_model
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.run_folder import RunFolder, load
 from transformer_xl.text.tokenizers import ByteTokenizer

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.generation.music import Piece as Piece, generate_midi as generate_midi
     from transformer_xl.interop.convert import convert as convert
     from transformer_xl.model.backbone import Backbone as Backbone
-    from transformer_xl.model.build import build_model as build_model
+    from transformer_xl.architectures import build_model as build_model
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
     from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
     from transformer_xl.run_folder import Run as Run, load as load, load_adapter as load_adapter, save as save
@@ -77,7 +77,7 @@ _NAMES = {
     "generation.music": "Piece generate_midi",
     "interop.convert": "convert",
     "model.backbone": "Backbone",
-    "model.build": "build_model",
+    "architectures": "build_model",
     "model.memory": "ContextLimits Memory",
     "model.transformer_xl": "TransformerXL",
     "run_folder": "Run load load_adapter save",

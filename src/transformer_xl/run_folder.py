@@ -28,6 +28,7 @@ import yaml
 from torch import Tensor
 from typing_extensions import override
 
+from transformer_xl.architectures import build_model
 from transformer_xl.checkpoint_record import (
     CheckpointName,
     CheckpointRecord,
@@ -59,7 +60,6 @@ from transformer_xl.files import (
 )
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.inference.fingerprint import Fingerprint
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import (
     ADAPTER_FILE,

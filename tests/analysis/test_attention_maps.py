@@ -26,9 +26,9 @@ from transformer_xl.analysis.attention_maps import (
     require_attention_terms,
     trace_attention,
 )
+from transformer_xl.architectures import build_model
 from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
 # a model with the relative positions of Shaw et al. 2018

@@ -24,9 +24,9 @@ from transformer_xl.analysis.effective_context import (
     draw_positions,
     measure_context,
 )
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ContextSweep, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
 CLOSE = {"rtol": 0, "atol": 1e-10}  # tolerance of comparisons in float64

@@ -15,11 +15,11 @@ import torch
 from refusals import CommandResult, assert_refused, txl
 
 import transformer_xl
+from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig
 from transformer_xl.generation.beam_search import beam_search
 from transformer_xl.generation.chat import Chat
 from transformer_xl.generation.generate import generate
-from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load, save
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer

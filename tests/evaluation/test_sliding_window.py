@@ -16,10 +16,10 @@ import torch
 from model_configs import model_config
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 

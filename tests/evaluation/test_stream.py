@@ -16,11 +16,11 @@ import torch
 from model_configs import model_config
 
 from transformer_xl import SurprisalStream
+from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation import stream as stream_module
 from transformer_xl.evaluation.score import score
 from transformer_xl.evaluation.stream import ScoredTokens
-from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer

@@ -20,6 +20,7 @@ from model_configs import model_config
 from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.batch import BatchGenerator
@@ -27,7 +28,6 @@ from transformer_xl.generation.beam_search import beam_search, search_token_ids
 from transformer_xl.generation.chat import Chat
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate, stream
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizers import ByteTokenizer

@@ -14,10 +14,10 @@ from forced_tokens import RecordedModel
 from model_configs import model_config
 from token_losses import BOS, CLOSE, token_nats
 
+from transformer_xl.architectures import build_model
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
 PLAN = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))

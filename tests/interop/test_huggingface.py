@@ -17,11 +17,11 @@ from interop.checkpoints import WORDS, generate_greedily, golden, hugging_face_f
 from interop.golden_huggingface import CASES, SEGMENTS
 from safetensors.torch import load_file, save_file
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop import huggingface
 from transformer_xl.interop.convert import convert
 from transformer_xl.interop.tokenizers import tokenizer_from_object, words_of
-from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

@@ -22,9 +22,9 @@ from reference import layer_norm, layer_weights, sinusoid
 from tensors import assert_same_tensors, named_gradients, run_parts
 from torch import Tensor
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.ops import dropout
 from transformer_xl.ops.dropout import FastDropout, drop_vocabulary

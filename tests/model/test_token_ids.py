@@ -10,8 +10,8 @@ import pytest
 import torch
 from model_configs import model_config
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES, UserError
-from transformer_xl.model.build import build_model
 
 STYLES = {"dense": {}, "cutoffs": {"cutoffs": (5, 11)}, "div_val 2": {"cutoffs": (5, 11), "div_val": 2}}
 

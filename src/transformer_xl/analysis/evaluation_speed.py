@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import (
     AlRfouConfig,
     ModelConfig,
@@ -43,7 +44,6 @@ from transformer_xl.device import (
     set_threads,
 )
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_cache, min_parameters
 from transformer_xl.progress import say

@@ -157,7 +157,7 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
 def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, Any]:
     import torch
 
-    from transformer_xl.model.build import build_model
+    from transformer_xl.architectures import build_model
     from transformer_xl.ops.kernels import choose
 
     config, newest, metrics = folder.config, folder.latest_checkpoint(), folder.metrics()

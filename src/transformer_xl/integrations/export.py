@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run, check_run

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ModelConfig
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.ops.cross_entropy import without_chunks

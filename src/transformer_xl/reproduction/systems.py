@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES, RunConfig, merge, run_settings
-from transformer_xl.model.build import build_model
 from transformer_xl.model.cost import step_cost
 
 Groups = dict[str, dict[str, Any]]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from transformer_xl.baselines.recurrent import RecurrentCache
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import memory_plan, prompt_segment_length
 from transformer_xl.inference import InferenceModel
-from transformer_xl.model.baselines.recurrent import RecurrentCache
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel

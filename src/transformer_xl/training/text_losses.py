@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig, UserError
 from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
-from transformer_xl.model.build import build_model
 from transformer_xl.progress import note
 from transformer_xl.run_folder import Run, RunFolder
 from transformer_xl.tensor_file import contents_digest

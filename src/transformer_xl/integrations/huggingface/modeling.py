@@ -18,6 +18,8 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
+from transformer_xl.architectures import build_model
+from transformer_xl.baselines.token_memory import TokenMemory
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import UserError
 from transformer_xl.inference import TokenModel
@@ -29,8 +31,6 @@ from transformer_xl.integrations.huggingface.preparation import Preparation, pre
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.interop import huggingface as transfo_xl
 from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
-from transformer_xl.model.baselines.token_memory import TokenMemory
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from model_configs import model_config
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES
-from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 
 # Settings that differ from those of `make_system`. Pre-norm: LayerNorm at the start of each residual branch, not after

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
+from transformer_xl.baselines.scan import linear_recurrence
 from transformer_xl.config import QRNNConfig, RecurrentConfig
-from transformer_xl.model.baselines.scan import linear_recurrence
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.ops.dropout import FastDropout

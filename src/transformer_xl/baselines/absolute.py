@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from transformer_xl.baselines.token_memory import TokenCache, TokenMemory
 from transformer_xl.config import AbsoluteConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances, make_final_norm
-from transformer_xl.model.baselines.token_memory import TokenCache, TokenMemory
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 from transformer_xl.model.model_with_memory import WEIGHT_STD

@@ -11,11 +11,11 @@ import pytest
 import torch
 from model_configs import model_config
 
+from transformer_xl.architectures import build_model
+from transformer_xl.baselines.absolute import AbsoluteTransformer
+from transformer_xl.baselines.recurrent import RecurrentModel
+from transformer_xl.baselines.shaw import ShawTransformer
 from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, VaswaniConfig, run_settings
-from transformer_xl.model.baselines.absolute import AbsoluteTransformer
-from transformer_xl.model.baselines.recurrent import RecurrentModel
-from transformer_xl.model.baselines.shaw import ShawTransformer
-from transformer_xl.model.build import build_model
 from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}

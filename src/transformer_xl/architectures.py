@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from transformer_xl.baselines.absolute import AbsoluteTransformer
+from transformer_xl.baselines.recurrent import RecurrentModel
+from transformer_xl.baselines.shaw import ShawTransformer
 from transformer_xl.config import BaseModelConfig, ModelConfig, check_type
-from transformer_xl.model.baselines.absolute import AbsoluteTransformer
-from transformer_xl.model.baselines.recurrent import RecurrentModel
-from transformer_xl.model.baselines.shaw import ShawTransformer
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import TransformerXL
 

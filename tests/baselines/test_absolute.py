@@ -12,8 +12,8 @@ from oracles import absolute, assert_same_gradients, auxiliary, copied_weights
 from reference import logits
 from systems import make_system
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError, load_recipe
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 
 # each layer predicts the next token (intermediate_layer_losses), and the token after the next too (num_targets 2)

@@ -12,8 +12,8 @@ from oracles import assert_same_gradients, copied_weights, shaw
 from systems import make_system
 from tensors import assert_drawn_from_normal, authors_mean_std
 
+from transformer_xl.architectures import build_model
 from transformer_xl.config import ShawConfig, UserError
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.relative import layer_biases
 

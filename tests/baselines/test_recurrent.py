@@ -12,10 +12,10 @@ from oracles import assert_same_gradients, copied_weights, lstm, qrnn
 from systems import make_system
 from tensors import assert_same_tensors
 
+from transformer_xl.architectures import build_model
+from transformer_xl.baselines.recurrent import LSTMLayer
 from transformer_xl.config import LSTMConfig, QRNNConfig, UserError
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model.baselines.recurrent import LSTMLayer
-from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 
 QRNNS = ["qrnn, kernel 1", "qrnn, kernel 2"]
