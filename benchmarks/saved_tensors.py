@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError, run_settings
-from transformer_xl.config.run import load_recipe, merge_recipe
+from transformer_xl.config.run_config import load_recipe, merge_recipe
 
 MIB = 2**20
 

@@ -38,7 +38,7 @@ from environment import command, commit, cpu_features, cpu_model, positive, resu
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import run_settings
-from transformer_xl.config.run import load_recipe, merge_recipe
+from transformer_xl.config.run_config import load_recipe, merge_recipe
 from transformer_xl.generation.generate import memory_plan
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.run_folder import RunFolder, load

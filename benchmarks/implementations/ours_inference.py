@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import sample
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.integrations.int8 import with_int8_weights

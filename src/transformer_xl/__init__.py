@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.evaluation.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
     from transformer_xl.generation.beam_search import beam_search as beam_search
     from transformer_xl.generation.completion import Completion as Completion
-    from transformer_xl.generation.config import GenerationConfig as GenerationConfig
+    from transformer_xl.generation.generation_config import GenerationConfig as GenerationConfig
     from transformer_xl.generation.generate import (
         GenerationStream as GenerationStream,
         generate as generate,
@@ -72,7 +72,7 @@ _NAMES = {
     "evaluation.surprisal": "SurprisalTable surprisal",
     "generation.beam_search": "beam_search",
     "generation.completion": "Completion",
-    "generation.config": "GenerationConfig",
+    "generation.generation_config": "GenerationConfig",
     "generation.generate": "GenerationStream generate stream",
     "generation.music": "Piece generate_midi",
     "interop.convert": "convert",

@@ -18,7 +18,7 @@ from transformer_xl.progress import StageBars
 from transformer_xl.text.prepare import prepare as prepare_corpus
 from transformer_xl.text.sources.named_datasets import DOWNLOADABLE
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 TEXT = "".join(f"the cat no. {index % 41} sat,\nand sat; caf\u00e9 {index}\n" for index in range(307)).encode()
 

@@ -18,7 +18,7 @@ from transformer_xl.config import (
     merge_recipe,
     run_settings,
 )
-from transformer_xl.config.model import VaswaniConfig
+from transformer_xl.config.model_config import VaswaniConfig
 from transformer_xl.config.settings import check_settings
 
 

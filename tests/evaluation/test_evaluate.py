@@ -39,8 +39,8 @@ from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
-from transformer_xl.text.tokenizers.config import TokenizerConfig
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.text.tokenizers.training import train_tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformer_xl import reader
 from transformer_xl.config import UserError
 from transformer_xl.generation.batch import BatchGenerator, GeneratedToken
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.model.memory import ContextLimits, Memory
 

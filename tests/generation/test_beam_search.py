@@ -20,7 +20,7 @@ from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.generation.beam_search import Hypothesis, search_token_ids
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer

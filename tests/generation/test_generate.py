@@ -26,8 +26,8 @@ from transformer_xl.evaluation.score import score
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.beam_search import beam_search, search_token_ids
 from transformer_xl.generation.chat import Chat
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate, stream
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizers import ByteTokenizer

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.generation.batch import BatchGenerator
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import apply_repetition_penalty, sampling_probabilities
 from transformer_xl.model.memory import ContextLimits
 

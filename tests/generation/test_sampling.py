@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import apply_repetition_penalty, sample, sampling_probabilities
 
 PROBABILITIES = [0.05, 0.4, 0.02, 0.25, 0.13, 0.15]  # indices in descending order of probability: 1, 3, 5, 4, 0, 2

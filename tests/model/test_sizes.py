@@ -10,7 +10,7 @@ from model_configs import model_config
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import load_recipe, recipe_names, run_settings
-from transformer_xl.config.run import merge_recipe
+from transformer_xl.config.run_config import merge_recipe
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import ContextLimits

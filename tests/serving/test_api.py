@@ -499,7 +499,7 @@ def test_queue_answers_429_with_retry_after(run: Run) -> None:
 
 
 def _waiting(runner: RequestRunner) -> list:
-    from transformer_xl.generation.config import GenerationConfig
+    from transformer_xl.generation.generation_config import GenerationConfig
     from transformer_xl.serving.jobs import TextJob
 
     return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]

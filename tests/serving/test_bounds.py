@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from servers import make_run, running
 
 from transformer_xl.generation.completion import CompletionBuilder
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.run_folder import Run
 from transformer_xl.serving import app, connections, engine
 from transformer_xl.serving.answers import as_json, text_offsets

@@ -21,8 +21,8 @@ from servers import make_run
 from transformer_xl.analysis.attention_maps import trace_attention
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run

@@ -24,7 +24,7 @@ from transformer_xl.text.documents import Document, DocumentUnit, SplitName
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, split_chunks
 from transformer_xl.text.tokenizers.base import EncodedChunk, EncodingError
-from transformer_xl.text.tokenizers.config import TokenizerConfig, TokenizerKind
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig, TokenizerKind
 from transformer_xl.text.tokenizers.training import train_tokenizer
 
 BYTES = ByteTokenizer()

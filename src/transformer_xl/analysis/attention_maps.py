@@ -32,8 +32,8 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.evaluate import check_weights
-from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
+from transformer_xl.evaluation.with_memory import memory_slots
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.transformer_xl import RelativeLanguageModel

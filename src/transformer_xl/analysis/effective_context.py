@@ -34,8 +34,8 @@ from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import ContextSweep, EvaluationConfig, UserError, check_settings
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
-from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
+from transformer_xl.evaluation.with_memory import memory_slots
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory

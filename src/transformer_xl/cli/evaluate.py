@@ -67,8 +67,8 @@ def evaluate(
     if token_losses is not None:
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
-    from transformer_xl.evaluation.memory import suggested_batch_size
     from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.evaluation.with_memory import suggested_batch_size
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()

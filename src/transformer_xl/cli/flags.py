@@ -20,9 +20,9 @@ from transformer_xl.config import (
     check_settings,
     whole_number,
 )
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.serving.config import ServerConfig
-from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 _Checked = TypeVar("_Checked", bound=Settings)
 

@@ -16,7 +16,7 @@ from transformer_xl.cli.flags import GenerationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Json
 from transformer_xl.cli.output import print_json, say_memory_length, say_unknown, say_weights
 from transformer_xl.config import UserError
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ Settings come from three places, later ones taking precedence: the defaults here
 `config.yaml` of a run stores all of them. (`name as name` makes an imported name public for type checkers.)
 """
 
-from transformer_xl.config.analysis import ContextSweep as ContextSweep, SpeedComparison as SpeedComparison
-from transformer_xl.config.evaluation import DynamicConfig as DynamicConfig, EvaluationConfig as EvaluationConfig
-from transformer_xl.config.model import (
+from transformer_xl.config.analysis_config import ContextSweep as ContextSweep, SpeedComparison as SpeedComparison
+from transformer_xl.config.evaluation_config import DynamicConfig as DynamicConfig, EvaluationConfig as EvaluationConfig
+from transformer_xl.config.model_config import (
     ARCHITECTURES as ARCHITECTURES,
     AbsoluteConfig as AbsoluteConfig,
     AlRfouConfig as AlRfouConfig,
@@ -26,7 +26,7 @@ from transformer_xl.config.model import (
     VaswaniConfig as VaswaniConfig,
 )
 from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
-from transformer_xl.config.run import (
+from transformer_xl.config.run_config import (
     DEFAULT_RECIPE as DEFAULT_RECIPE,
     FinetuneConfig as FinetuneConfig,
     LoraConfig as LoraConfig,
@@ -54,4 +54,4 @@ from transformer_xl.config.settings import (
     read_yaml as read_yaml,
     whole_number as whole_number,
 )
-from transformer_xl.config.train import TrainConfig as TrainConfig
+from transformer_xl.config.train_config import TrainConfig as TrainConfig

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, autocast, require_memory
-from transformer_xl.evaluation.memory import TextSequence, segment_tensors
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
+from transformer_xl.evaluation.with_memory import TextSequence, segment_tensors
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory

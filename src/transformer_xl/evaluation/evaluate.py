@@ -24,7 +24,8 @@ from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.display import Displayed
-from transformer_xl.evaluation import dynamic, memory, sliding_window
+from transformer_xl.evaluation import dynamic, sliding_window
+from transformer_xl.evaluation import with_memory as memory
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
 from transformer_xl.files import as_path, atomic_file

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.memory import read_sequences
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
+from transformer_xl.evaluation.with_memory import read_sequences
 from transformer_xl.inference import TokenModel
 
 _TOKENS_PER_STEP = 4096  # tokens of all windows of one step: enough to keep the device busy

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import (
     LogitsProcessor,
     apply_repetition_penalty,

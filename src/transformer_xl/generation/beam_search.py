@@ -16,8 +16,8 @@ from torch import Tensor
 
 from transformer_xl.generation.batch import GeneratedToken, check_inputs, read_prompts
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import encode_prompt, prepare_generation, prompt_text, resolve_config
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor, check_logits, mask_tokens, process_logits
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory

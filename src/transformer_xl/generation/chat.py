@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import GenerationStream, resolve_config, stream
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from transformer_xl.display import Displayed, text_html
 from transformer_xl.generation.batch import GeneratedToken
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.text.tokenizers import Tokenizer
 
 Prompt = str | bytes | Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor | None

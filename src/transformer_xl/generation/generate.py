@@ -26,7 +26,7 @@ from transformer_xl.display import Displayed
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.inference import InferenceModel, TokenModel
 from transformer_xl.model.memory import Memory

@@ -11,8 +11,8 @@ from typing import Any
 from transformer_xl.config import UserError, check_type
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.generation.completion import Completion
-from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate, resolve_config
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.midi import check_midi_path, midi_codec

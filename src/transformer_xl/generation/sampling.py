@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """Changes the logits before each token is chosen: `process(token_ids_BT, logits_BV) -> logits_BV`.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder, FinishReason
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.serving.rows import MemoryState
 from transformer_xl.serving.served_model import ServedModel
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from transformer_xl.analysis.attention_maps import require_attention_terms
 from transformer_xl.config import UserError, check_settings
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.engine import Engine, QueueFullError
 from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 SplitName = Literal["train", "valid", "test"]
 """The parts of a text for training, validation and the final test."""

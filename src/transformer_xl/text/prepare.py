@@ -36,8 +36,8 @@ from transformer_xl.text.sources.text_files import (
 )
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
-from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
 
 StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]

@@ -44,7 +44,7 @@ from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
 from transformer_xl.training.checkpoint import checkpoint_at, step_of, update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, num_restarts, process_group
-from transformer_xl.training.memory_lengths import record_memory_lengths
+from transformer_xl.training.memory_length_choice import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
 from transformer_xl.training.trainer import Trainer

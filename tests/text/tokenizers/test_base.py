@@ -20,10 +20,10 @@ from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, chunking, f
 from transformer_xl.text.tokenizers.base import EncodingError
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
-from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.storage import tokenizer_from_json
+from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)

@@ -72,7 +72,7 @@ def test_new_process_trains_the_same_tokenizer_and_imports_the_library_only_for_
         import os, sys
         from transformer_xl.text.documents import Document
         from transformer_xl.text.tokenizers import fingerprint
-        from transformer_xl.text.tokenizers.config import TokenizerConfig
+        from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
         from transformer_xl.text.tokenizers.training import train_tokenizer
         documents = [Document("a", [sys.argv[1].encode()])]
         train_tokenizer(TokenizerConfig(kind="word"), documents)

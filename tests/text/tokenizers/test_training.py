@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers import ByteTokenizer, fingerprint, training
-from transformer_xl.text.tokenizers.config import TokenizerConfig
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.text.tokenizers.training import train_tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

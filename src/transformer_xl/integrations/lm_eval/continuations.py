@@ -1,7 +1,7 @@
 """Log-probabilities of continuations of texts; a context that several continuations share is read once.
 
 A text is read in segments of `segment_length` tokens from its first, as the scorer of whole texts reads it
-(`evaluation/memory.py`), so a continuation has the same losses here and there.
+(`evaluation/with_memory.py`), so a continuation has the same losses here and there.
 
 Shape suffixes: B batch size, T new tokens of a step, D model width.
 """

@@ -18,7 +18,7 @@ from transformer_xl.text.sources.dataset_files import TextFile, find_files, plai
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
 from transformer_xl.text.sources.splitting import hash_fraction
-from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})

@@ -34,7 +34,7 @@ from transformer_xl.text.sources.arrays import ArrayRange
 from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
 from transformer_xl.text.sources.splitting import SplitMethod, TextRange, split_at_end, split_at_random
-from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 DEFAULT_SPLIT_SEED = 1
 """Default seed of a random split."""

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from transformer_xl.config import UserError, check_type
 from transformer_xl.display import Displayed
-from transformer_xl.text.tokenizers.config import TokenizerKind
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerKind
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 """Token ids."""

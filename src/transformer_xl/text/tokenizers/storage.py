@@ -16,7 +16,7 @@ import numpy.typing as npt
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error, check_not_special, write_json
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
-from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
+from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, TokenizerKind
 
 TOKENIZER_FILE = "txl_tokenizer.json"
 _LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it

@@ -27,9 +27,9 @@ from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer, code_points
 from transformer_xl.text.tokenizers.chunking import ENCODE_CHUNK_BYTES, split_chunks
-from transformer_xl.text.tokenizers.config import TokenizerConfig
 from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, parse_integers
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.text.tokenizers.word import WordTokenizer, check_words
 
 Result = TypeVar("Result")

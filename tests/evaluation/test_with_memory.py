@@ -25,8 +25,8 @@ from transformer_xl.architectures import build_model
 from transformer_xl.config import DynamicConfig, EvaluationConfig, UserError, run_settings
 from transformer_xl.evaluation import evaluate as evaluate_module
 from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
-from transformer_xl.evaluation.memory import receptive_field, suggested_batch_size, warmup_length
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.evaluation.with_memory import receptive_field, suggested_batch_size, warmup_length
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 

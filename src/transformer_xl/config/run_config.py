@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from transformer_xl.config.evaluation import EvaluationConfig
-from transformer_xl.config.model import (
+from transformer_xl.config.evaluation_config import EvaluationConfig
+from transformer_xl.config.model_config import (
     ARCHITECTURES,
     AlRfouConfig,
     ModelConfig,
@@ -23,7 +23,7 @@ from transformer_xl.config.model import (
 )
 from transformer_xl.config.other_names import OTHER_NAMES
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
-from transformer_xl.config.train import TrainConfig
+from transformer_xl.config.train_config import TrainConfig
 
 DEFAULT_RECIPE = "fast-small"
 """The recipe of `txl train` without one."""

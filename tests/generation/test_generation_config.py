@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from transformer_xl.config import UserError, check_settings
-from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generation_config import GenerationConfig
 
 
 @pytest.mark.parametrize(
