@@ -26,8 +26,8 @@ from environment import RESULTS, command, commit, cpu_model, write
 from safetensors.torch import save_file
 
 from transformer_xl import __version__
-from transformer_xl.interop.source_config import SourceConfig
-from transformer_xl.interop.weight_names import HUGGING_FACE, weight_mappings
+from transformer_xl.integrations.checkpoints.source_config import SourceConfig
+from transformer_xl.integrations.checkpoints.weight_names import HUGGING_FACE, weight_mappings
 
 CONFIG = {
     "model_type": "transfo-xl", "adaptive": True, "attn_type": 0, "clamp_len": 1000, "cutoffs": [20000, 40000, 200000],

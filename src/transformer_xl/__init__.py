@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
         stream as stream,
     )
     from transformer_xl.generation.music import Piece as Piece, generate_midi as generate_midi
-    from transformer_xl.interop.convert import convert as convert
+    from transformer_xl.integrations.checkpoints.convert import convert as convert
     from transformer_xl.model.backbone import Backbone as Backbone
     from transformer_xl.architectures import build_model as build_model
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
@@ -75,7 +75,7 @@ _NAMES = {
     "generation.generation_config": "GenerationConfig",
     "generation.generate": "GenerationStream generate stream",
     "generation.music": "Piece generate_midi",
-    "interop.convert": "convert",
+    "integrations.checkpoints.convert": "convert",
     "model.backbone": "Backbone",
     "architectures": "build_model",
     "model.memory": "ContextLimits Memory",

@@ -18,7 +18,7 @@ from refusals import FULL, assert_refused, full_after, no_file_larger_than
 
 from transformer_xl.cli.main import run
 from transformer_xl.config import UserError
-from transformer_xl.interop.huggingface import write
+from transformer_xl.integrations.checkpoints.huggingface import write
 from transformer_xl.run_folder import RunFolder
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch

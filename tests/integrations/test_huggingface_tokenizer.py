@@ -10,8 +10,8 @@ from integrations.runs import make_run
 from transformers import AutoTokenizer
 
 from transformer_xl.config import UserError
+from transformer_xl.integrations.checkpoints.tokenizers import tokenizer_from_object
 from transformer_xl.integrations.huggingface import TransformerXLTokenizer
-from transformer_xl.interop.tokenizers import tokenizer_from_object
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer

@@ -14,7 +14,7 @@ from text_sources import make_files, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_xl.config import load_recipe, merge_recipe, run_settings
-from transformer_xl.interop.huggingface import read_settings
+from transformer_xl.integrations.checkpoints.huggingface import read_settings
 from transformer_xl.text.sources.named_datasets import DOWNLOADABLE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")

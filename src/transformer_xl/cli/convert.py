@@ -53,7 +53,7 @@ def convert(
     base
         Folder of the base of an adapter. [default: where it was]
     """
-    from transformer_xl.interop import convert as interop
+    from transformer_xl.integrations.checkpoints import convert as interop
 
     start = time.perf_counter()
     result = interop.convert(

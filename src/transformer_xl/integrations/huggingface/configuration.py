@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from transformer_xl.config import ARCHITECTURES, ModelConfig, UserError, nearest
-from transformer_xl.interop import huggingface as transfo_xl
-from transformer_xl.interop.pretrained import MODEL_AUTO_MAP, MODEL_TYPE, model_settings, setting_names
+from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
+from transformer_xl.integrations.checkpoints.pretrained import MODEL_AUTO_MAP, MODEL_TYPE, model_settings, setting_names
 from transformer_xl.model.memory import ContextLimits
 
 _SOURCE = "the configuration"

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
-from transformer_xl.interop import huggingface as transfo_xl
+from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
 
 # arguments of `from_pretrained` that say where a repository of the Hub is, and how to get it
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")

@@ -23,14 +23,19 @@ from transformer_xl.baselines.token_memory import TokenMemory
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import UserError
 from transformer_xl.inference import TokenModel
+from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
+from transformer_xl.integrations.checkpoints.pretrained import (
+    WEIGHT_PREFIX,
+    config_values,
+    generation_values,
+    write_code,
+)
 from transformer_xl.integrations.huggingface.cache import MemoryCache
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
 from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
 from transformer_xl.integrations.huggingface.preparation import Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
-from transformer_xl.interop import huggingface as transfo_xl
-from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids
@@ -403,8 +408,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Self:
         """Open a folder, or a repository of the Hub, that `txl convert`, `save_pretrained` or the old TransfoXL wrote.
 
-        Arguments are those of transformers. An old checkpoint is read by `transformer_xl.interop`, which executes
-        nothing in it.
+        Arguments are those of transformers. An old checkpoint is read by `transformer_xl.integrations.checkpoints`,
+        which executes nothing in it.
 
         Raises:
             UserError: an old checkpoint is damaged or cannot be expressed in this package.

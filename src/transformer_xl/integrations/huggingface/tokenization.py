@@ -13,9 +13,9 @@ from transformers import BatchEncoding, PreTrainedTokenizer
 from typing_extensions import override
 
 from transformer_xl.config import UserError
+from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
+from transformer_xl.integrations.checkpoints.pretrained import TOKENIZER_AUTO_MAP, write_code
 from transformer_xl.integrations.huggingface.files import HUB_ARGUMENTS, is_transfo_xl, local_folder
-from transformer_xl.interop import huggingface as transfo_xl
-from transformer_xl.interop.pretrained import TOKENIZER_AUTO_MAP, write_code
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
 from transformer_xl.text.tokenizers.bpe import byte_of_character

@@ -16,7 +16,7 @@ from interop.checkpoints import WORDS
 from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules, old_nats
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.convert import convert
+from transformer_xl.integrations.checkpoints.convert import convert
 from transformer_xl.run_folder import load
 from transformer_xl.text.tokenizers import ByteTokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.interop import tensor_bundle
-from transformer_xl.interop.tensor_bundle import TensorBundle, crc32c
+from transformer_xl.integrations.checkpoints import tensor_bundle
+from transformer_xl.integrations.checkpoints.tensor_bundle import TensorBundle, crc32c
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
 

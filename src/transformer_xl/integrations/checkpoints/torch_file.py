@@ -24,7 +24,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.unpickler import GlobalName, PickledObject, read_pickle
+from transformer_xl.integrations.checkpoints.unpickler import GlobalName, PickledObject, read_pickle
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older form
 _ZIP_MAGIC = b"PK\x03\x04"

@@ -14,9 +14,14 @@ import torch
 from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
-from transformer_xl.interop import tokenizers
-from transformer_xl.interop.source_config import ImportedModel
-from transformer_xl.interop.tokenizers import bytes_from_decimal_words, read_tokenizer, tokenizer_from_object, words_of
+from transformer_xl.integrations.checkpoints import tokenizers
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel
+from transformer_xl.integrations.checkpoints.tokenizers import (
+    bytes_from_decimal_words,
+    read_tokenizer,
+    tokenizer_from_object,
+    words_of,
+)
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer

@@ -14,11 +14,11 @@ import re
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.source_config import ImportedModel, SourceConfig
-from transformer_xl.interop.tokenizers import CORPUS_CLASSES, first_existing, tokenizer_from_object
-from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import PickledObject
-from transformer_xl.interop.weight_names import NVIDIA, import_weights
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel, SourceConfig
+from transformer_xl.integrations.checkpoints.tokenizers import CORPUS_CLASSES, first_existing, tokenizer_from_object
+from transformer_xl.integrations.checkpoints.torch_file import TorchFile
+from transformer_xl.integrations.checkpoints.unpickler import PickledObject
+from transformer_xl.integrations.checkpoints.weight_names import NVIDIA, import_weights
 
 # the best and the newest weights; from a folder, the first of these files that exists is read
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")

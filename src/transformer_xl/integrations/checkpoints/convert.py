@@ -22,9 +22,9 @@ from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import RunConfig, UserError, check_type, checked_names, nearest, run_settings
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
-from transformer_xl.interop import huggingface, nvidia, official, pretrained, tensorflow
-from transformer_xl.interop.source_config import ImportedModel
-from transformer_xl.interop.tokenizers import bytes_from_decimal_words
+from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel
+from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.lora import PEFT_CONFIG_FILE
 from transformer_xl.run_folder import RunFolder, load, save
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, describe_difference, load_tokenizer

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
-from transformer_xl.interop import pretrained
-from transformer_xl.interop.source_config import (
+from transformer_xl.integrations.checkpoints import pretrained
+from transformer_xl.integrations.checkpoints.source_config import (
     SHARED_SETTINGS,
     ImportedModel,
     SourceConfig,
     format_value,
     tied_projection_flags,
 )
-from transformer_xl.interop.tokenizers import first_existing, read_checkpoint_json, read_tokenizer, words_of
-from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
+from transformer_xl.integrations.checkpoints.tokenizers import (
+    first_existing,
+    read_checkpoint_json,
+    read_tokenizer,
+    words_of,
+)
+from transformer_xl.integrations.checkpoints.torch_file import TorchFile
+from transformer_xl.integrations.checkpoints.weight_names import HUGGING_FACE, export_weights, import_weights
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.interop import nvidia, official, unpickler
-from transformer_xl.interop.tokenizers import CORPUS_CLASSES, HUGGING_FACE_CLASSES
-from transformer_xl.interop.torch_file import TENSOR_NAMES
-from transformer_xl.interop.unpickler import OPCODES, GlobalName, PickledObject, read_pickle
+from transformer_xl.integrations.checkpoints import nvidia, official, unpickler
+from transformer_xl.integrations.checkpoints.tokenizers import CORPUS_CLASSES, HUGGING_FACE_CLASSES
+from transformer_xl.integrations.checkpoints.torch_file import TENSOR_NAMES
+from transformer_xl.integrations.checkpoints.unpickler import OPCODES, GlobalName, PickledObject, read_pickle
 
 # Pickles that Python itself would not write are given as opcodes with their arguments (see pickletools). Those that
 # occur most: N I S M U X push a value, c and \x93 a class or function by its name, ( a MARK, and ) ] } an empty tuple,
@@ -244,7 +244,7 @@ HARMFUL_KEYS = {
 }
 READ_EACH = """
 import io, pickle, sys
-from transformer_xl.interop.unpickler import read_pickle
+from transformer_xl.integrations.checkpoints.unpickler import read_pickle
 for content in pickle.load(sys.stdin.buffer):
     try:
         read_pickle(io.BytesIO(content), {"a.b"}, "some.pkl", lambda label: [label])

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError, run_settings
-from transformer_xl.interop import huggingface
-from transformer_xl.interop.convert import convert
-from transformer_xl.interop.tokenizers import tokenizer_from_object, words_of
+from transformer_xl.integrations.checkpoints import huggingface
+from transformer_xl.integrations.checkpoints.convert import convert
+from transformer_xl.integrations.checkpoints.tokenizers import tokenizer_from_object, words_of
 from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

@@ -21,9 +21,9 @@ import torch
 from interop.old_modules import old_corpus, old_modules
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
-from transformer_xl.interop import tensorflow
-from transformer_xl.interop.convert import convert
-from transformer_xl.interop.source_config import ImportedModel
+from transformer_xl.integrations.checkpoints import tensorflow
+from transformer_xl.integrations.checkpoints.convert import convert
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer

@@ -24,8 +24,8 @@ from torch import nn
 from torch.serialization import set_crc32_options
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import PickledObject
+from transformer_xl.integrations.checkpoints.torch_file import TorchFile
+from transformer_xl.integrations.checkpoints.unpickler import PickledObject
 
 both_forms = pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "stream"])
 

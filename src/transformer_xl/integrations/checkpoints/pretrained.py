@@ -23,8 +23,8 @@ from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import ARCHITECTURES, ModelConfig, RunConfig, UserError, check_settings, run_settings
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import atomic_folder, write_text
-from transformer_xl.interop.source_config import ImportedModel, check_counts, format_value
-from transformer_xl.interop.tokenizers import read_checkpoint_json
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts, format_value
+from transformer_xl.integrations.checkpoints.tokenizers import read_checkpoint_json
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.storage import TOKENIZER_FILE

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import TransformerXLConfig, UserError
-from transformer_xl.interop.source_config import tied_projection_flags
+from transformer_xl.integrations.checkpoints.source_config import tied_projection_flags
 
 Shape = tuple[int, ...]
 

@@ -16,9 +16,9 @@ import torch
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, read_bytes
-from transformer_xl.interop.source_config import ImportedModel
-from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import PickledObject
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel
+from transformer_xl.integrations.checkpoints.torch_file import TorchFile
+from transformer_xl.integrations.checkpoints.unpickler import PickledObject
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.source_config import ImportedModel, SourceConfig
-from transformer_xl.interop.tokenizers import first_existing, read_tokenizer
-from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import PickledObject
-from transformer_xl.interop.weight_names import OFFICIAL, import_weights
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel, SourceConfig
+from transformer_xl.integrations.checkpoints.tokenizers import first_existing, read_tokenizer
+from transformer_xl.integrations.checkpoints.torch_file import TorchFile
+from transformer_xl.integrations.checkpoints.unpickler import PickledObject
+from transformer_xl.integrations.checkpoints.weight_names import OFFICIAL, import_weights
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 # files of vocabularies; the first one that exists is read

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.source_config import ImportedModel, check_counts
-from transformer_xl.interop.tensor_bundle import TensorBundle
-from transformer_xl.interop.tokenizers import read_checkpoint_json, read_tokenizer
+from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts
+from transformer_xl.integrations.checkpoints.tensor_bundle import TensorBundle
+from transformer_xl.integrations.checkpoints.tokenizers import read_checkpoint_json, read_tokenizer
 from transformer_xl.text.tokenizers import Tokenizer
 
 _SCOPE = "transformer/"  # prefix of the model's variables
