@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.evaluation.plan import EvaluationPlan as EvaluationPlan
     from transformer_xl.evaluation.score import TextScore as TextScore, score as score
     from transformer_xl.evaluation.stream import ScoredTokens as ScoredTokens, SurprisalStream as SurprisalStream
-    from transformer_xl.evaluation.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
+    from transformer_xl.apps.surprisal.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
     from transformer_xl.generation.beam_search import beam_search as beam_search
     from transformer_xl.generation.completion import Completion as Completion
     from transformer_xl.generation.generation_config import GenerationConfig as GenerationConfig
@@ -69,7 +69,7 @@ _NAMES = {
     "evaluation.plan": "EvaluationPlan",
     "evaluation.score": "TextScore score",
     "evaluation.stream": "ScoredTokens SurprisalStream",
-    "evaluation.surprisal": "SurprisalTable surprisal",
+    "apps.surprisal.surprisal": "SurprisalTable surprisal",
     "generation.beam_search": "beam_search",
     "generation.completion": "Completion",
     "generation.generation_config": "GenerationConfig",

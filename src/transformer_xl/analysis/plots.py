@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from transformer_xl.evaluation.surprisal import ALONE, SurprisalTable
+from transformer_xl.apps.surprisal.surprisal import ALONE, SurprisalTable
 from transformer_xl.files import atomic_file
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -32,6 +32,10 @@ COMMANDS = {
     "info": "Show the hardware, a run or a corpus.",
 }
 
+APPS = {
+    "surprisal": "surprisal.command",
+}
+"""The module in `apps/` of each command that is not of the core."""
 
 _OUT_OF_MEMORY = (
     *("can't allocate memory", "not enough memory: you tried to allocate", "Storage size calculation overflowed"),
@@ -51,7 +55,8 @@ def build_app() -> App:
         result_action="return_value",
     )
     for name, help_line in COMMANDS.items():
-        app.command(f"transformer_xl.cli.{name}:{name}", name=name, help=help_line)
+        module = f"apps.{APPS[name]}" if name in APPS else f"cli.{name}"
+        app.command(f"transformer_xl.{module}:{name}", name=name, help=help_line)
     return app
 
 

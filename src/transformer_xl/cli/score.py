@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from transformer_xl.apps.surprisal.command import (
+    NO_WORD_OPTIONS,
+    WordFlags,
+    check_word_options,
+    read_all_items,
+    score_words,
+)
 from transformer_xl.cli.flags import ScoreFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
 from transformer_xl.cli.output import (
@@ -25,7 +32,6 @@ from transformer_xl.cli.output import (
     say_unknown,
     say_weights,
 )
-from transformer_xl.cli.surprisal import NO_WORD_OPTIONS, WordFlags, check_word_options, read_all_items, score_words
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 

@@ -17,7 +17,7 @@ from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
-    from transformer_xl.evaluation.surprisal import SurprisalTable
+    from transformer_xl.apps.surprisal.surprisal import SurprisalTable
     from transformer_xl.run_folder import Run
     from transformer_xl.text.items import TextItem
 
@@ -90,7 +90,7 @@ def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[
 
 def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, options: WordOptions, *, json: bool) -> None:
     """Compute the surprisal of all words, and print or write it."""
-    from transformer_xl.evaluation.surprisal import encode_item, surprisal, surprisal_plans
+    from transformer_xl.apps.surprisal.surprisal import encode_item, surprisal, surprisal_plans
 
     lengths = None
     if options.sweep_memory_length is not None:

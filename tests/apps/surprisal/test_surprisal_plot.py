@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer_xl.analysis.plots import MAX_ITEMS, draw_surprisal
-from transformer_xl.evaluation.surprisal import SurprisalTable
+from transformer_xl.apps.surprisal.surprisal import SurprisalTable
 
 
 def table_of(texts: list[str]) -> SurprisalTable:

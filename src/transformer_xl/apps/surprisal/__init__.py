@@ -1,0 +1,1 @@
+"""Surprisal by word, as psycholinguists use it, with its plot and command."""
