@@ -33,7 +33,7 @@ from environment import command, commit, cpu_features, cpu_model, positive, resu
 from service_log import ANOMALY_SEED, KINDS, LogLine, as_bytes, service_log, with_anomalies
 
 from transformer_xl import Run, SurprisalStream, load, prepare, score, train
-from transformer_xl.evaluation.line_surprisal import LineStream
+from transformer_xl.apps.watch.line_surprisal import LineStream
 
 SCORES = ("mean", "sum", "max")
 FALSE_ALARMS = 0.005

@@ -23,9 +23,9 @@ from flat_memory import MIB, MODEL, PLAN, SETTLED, resident_bytes
 from service_log import as_bytes, service_log
 
 from transformer_xl import Run, RunConfig, SurprisalStream, TransformerXL, TransformerXLConfig, load
+from transformer_xl.apps.watch.line_surprisal import LineStream
+from transformer_xl.apps.watch.live import BLOCK_BYTES
 from transformer_xl.config import TrainConfig
-from transformer_xl.evaluation.line_surprisal import LineStream
-from transformer_xl.text.live import BLOCK_BYTES
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 _LOG_LINES = 10_000  # the log is repeated, so that only the stream takes memory

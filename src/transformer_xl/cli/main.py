@@ -33,6 +33,7 @@ COMMANDS = {
 }
 
 APPS = {
+    "watch": "watch.command",
     "surprisal": "surprisal.command",
 }
 """The module in `apps/` of each command that is not of the core."""

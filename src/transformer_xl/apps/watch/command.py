@@ -22,9 +22,9 @@ from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from transformer_xl.evaluation.line_surprisal import LineSurprisal
+    from transformer_xl.apps.watch.line_surprisal import LineSurprisal
+    from transformer_xl.apps.watch.live import LiveText
     from transformer_xl.run_folder import Run
-    from transformer_xl.text.live import LiveText
 
 _Score = Literal["mean", "sum", "max"]
 
@@ -87,7 +87,7 @@ class WatchOptions:
 
     def open(self) -> LiveText:
         """Open the text."""
-        from transformer_xl.text.live import FollowedFile, PipedText, SocketText
+        from transformer_xl.apps.watch.live import FollowedFile, PipedText, SocketText
 
         if self.file is not None:
             return FollowedFile(self.file, from_end=self.from_end)
@@ -133,7 +133,7 @@ def watch(
     """
     options.check()
     config = check_flags(EvaluationConfig, settings)
-    from transformer_xl.evaluation.line_surprisal import LineStream, watch_lines
+    from transformer_xl.apps.watch.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
     from transformer_xl.run_folder import load
 
@@ -176,8 +176,8 @@ def _alarm(
     run: Run, config: EvaluationConfig, options: WatchOptions, saved: dict[str, Any]
 ) -> tuple[_Score, float | None]:
     """Return the score that is compared, and the threshold: given, from normal text, or that of the saved state."""
-    from transformer_xl.evaluation.line_surprisal import LineStream
-    from transformer_xl.evaluation.line_surprisal import calibrate as calibrate_lines
+    from transformer_xl.apps.watch.line_surprisal import LineStream
+    from transformer_xl.apps.watch.line_surprisal import calibrate as calibrate_lines
     from transformer_xl.evaluation.stream import SurprisalStream
     from transformer_xl.text.sources.archives import FileRange
 

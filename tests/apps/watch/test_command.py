@@ -153,7 +153,7 @@ def test_state_continues_the_text(piped, tmp_path: Path, monkeypatch: Patch) -> 
 
 def test_long_lines_are_reported_in_parts(piped, monkeypatch: Patch) -> None:
     """A line without an end does not fill the memory; its parts add up."""
-    monkeypatch.setattr("transformer_xl.evaluation.line_surprisal.MAX_LINE_TOKENS", 1000)
+    monkeypatch.setattr("transformer_xl.apps.watch.line_surprisal.MAX_LINE_TOKENS", 1000)
     text = b"xy" * 5_000 + b"\nshort\n"
     piped([text])
     found = records(txl("watch", "run", "--json", "--segment-length", "500").out)

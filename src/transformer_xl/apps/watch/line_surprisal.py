@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from transformer_xl.apps.watch.live import BLOCK_BYTES, LiveText
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.stream import ScoredTokens, SurprisalStream
-from transformer_xl.text.live import BLOCK_BYTES, LiveText
 
 LineScoreName = Literal["mean", "sum", "max"]
 

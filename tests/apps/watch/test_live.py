@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from transformer_xl.apps.watch.live import FollowedFile, LiveText, SocketText
 from transformer_xl.config import UserError
-from transformer_xl.text.live import FollowedFile, LiveText, SocketText
 
 
 def all_of(source: LiveText) -> bytes:
