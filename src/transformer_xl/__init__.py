@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
         generate as generate,
         stream as stream,
     )
-    from transformer_xl.generation.music import Piece as Piece, generate_midi as generate_midi
+    from transformer_xl.apps.music.music import Piece as Piece, generate_midi as generate_midi
     from transformer_xl.integrations.checkpoints.convert import convert as convert
     from transformer_xl.model.backbone import Backbone as Backbone
     from transformer_xl.architectures import build_model as build_model
@@ -74,7 +74,7 @@ _NAMES = {
     "generation.completion": "Completion",
     "generation.generation_config": "GenerationConfig",
     "generation.generate": "GenerationStream generate stream",
-    "generation.music": "Piece generate_midi",
+    "apps.music.music": "Piece generate_midi",
     "integrations.checkpoints.convert": "convert",
     "model.backbone": "Backbone",
     "architectures": "build_model",

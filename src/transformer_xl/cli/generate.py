@@ -73,11 +73,11 @@ def generate(
                 "--out writes one piece of music; leave --prompt, --num-samples, --num-beams, --logprobs and --chat "
                 "out (a piece to continue is given by --prompt-file)"
             )
-        from transformer_xl.text.midi import check_midi_path
+        from transformer_xl.apps.music.midi import check_midi_path
 
         check_midi_path(out)
     if prompt_file is not None and out is None:
-        from transformer_xl.text.midi import MIDI_SUFFIXES
+        from transformer_xl.apps.music.midi import MIDI_SUFFIXES
         from transformer_xl.text.sources.archives import read_text_file
 
         if prompt_file.suffix.lower() in MIDI_SUFFIXES:
@@ -112,7 +112,7 @@ def _write_midi(
     path: Path, run: Run, prompt_file: Path | None, config: GenerationConfig, out: Path, *, json: bool
 ) -> None:
     """Generate a piece of music, and print what the file has."""
-    from transformer_xl.generation.music import generate_midi
+    from transformer_xl.apps.music.music import generate_midi
 
     piece = generate_midi(run, out, prompt_file, config)
     num_tokens = len(piece.completion.token_ids)

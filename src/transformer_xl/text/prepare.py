@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from transformer_xl.apps.music.midi import midi_codec
 from transformer_xl.config import UserError, check_settings, check_type, checked_names, nearest
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
-from transformer_xl.text.midi import midi_codec
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib

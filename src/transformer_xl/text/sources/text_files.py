@@ -16,10 +16,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from transformer_xl.apps.music.midi import MIDI_SUFFIXES, MidiCodec, MidiError
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
-from transformer_xl.text.midi import MIDI_SUFFIXES, MidiCodec, MidiError
 from transformer_xl.text.sources.archives import (
     BINARY,
     COMPRESSED_SUFFIXES,

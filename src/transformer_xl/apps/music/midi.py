@@ -117,7 +117,7 @@ class MidiCodec:
 
     def _start(self) -> None:
         # -P: a file in the working directory is not taken for a library
-        command = [sys.executable, "-P", "-m", "transformer_xl.text.midi_process"]
+        command = [sys.executable, "-P", "-m", "transformer_xl.apps.music.midi_process"]
         with as_user_error("starting the process that reads MIDI files"):
             self._process = subprocess.Popen(
                 command,

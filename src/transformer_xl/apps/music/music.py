@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformer_xl.apps.music.midi import check_midi_path, midi_codec
 from transformer_xl.config import UserError, check_type
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.generation.completion import Completion
@@ -15,7 +16,6 @@ from transformer_xl.generation.generate import generate, resolve_config
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.run_folder import Run, check_run
-from transformer_xl.text.midi import check_midi_path, midi_codec
 from transformer_xl.text.sources.text_files import piece_ids
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from melodies import MELODIES, TICKS, melody, notes_of
 
+from transformer_xl.apps.music.midi import MidiCodec, MidiError, MidiLimits, midi_codec
 from transformer_xl.config import UserError
-from transformer_xl.text.midi import MidiCodec, MidiError, MidiLimits, midi_codec
 from transformer_xl.text.tokenizers import load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
@@ -159,7 +159,7 @@ def test_a_tokenizer_file_cannot_exhaust_memory(codec: MidiCodec, path: Path) ->
 
 
 def test_without_miditok_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformer_xl.text.midi.find_spec", lambda name: None)
+    monkeypatch.setattr("transformer_xl.apps.music.midi.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"MIDI files need miditok: pip install 'transformer-xl\[music\]'"):
         MidiCodec()
 

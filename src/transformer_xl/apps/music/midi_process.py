@@ -1,4 +1,4 @@
-"""The process that reads and writes MIDI files: python -m transformer_xl.text.midi_process (see `midi.py`).
+"""The process that reads and writes MIDI files: python -m transformer_xl.apps.music.midi_process (see `midi.py`).
 
 Each line of standard input is a request as JSON, and each line of standard output its answer. Memory and processor time
 are limited by the system, so that no file can use more.
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.text.midi import MidiLimits
+from transformer_xl.apps.music.midi import MidiLimits
 
 
 def main() -> None:

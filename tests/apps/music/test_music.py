@@ -14,7 +14,7 @@ from melodies import MELODIES, melody, notes_of
 from refusals import Capture, assert_refused, do, txl
 
 from transformer_xl import Run, UserError, generate, generate_midi, load
-from transformer_xl.text.midi import midi_codec
+from transformer_xl.apps.music.midi import midi_codec
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 pytest.importorskip("miditok")

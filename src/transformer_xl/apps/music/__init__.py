@@ -1,0 +1,1 @@
+"""MIDI files as corpora, and generated music (extra `music`)."""
