@@ -27,8 +27,8 @@ from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from transformer_xl import Backbone, BackboneConfig, Memory
+from transformer_xl.apps.rl.torchrl import BackboneModule
 from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.integrations.torchrl import BackboneModule
 
 TARGET_SECONDS = 0.2  # of a round
 

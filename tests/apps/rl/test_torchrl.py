@@ -22,7 +22,7 @@ from torchrl.objectives import ClipPPOLoss  # noqa: E402
 from torchrl.objectives.value import GAE  # noqa: E402
 
 from transformer_xl import Backbone, BackboneConfig, UserError  # noqa: E402
-from transformer_xl.integrations.torchrl import BackboneModule, as_steps, to_windows  # noqa: E402
+from transformer_xl.apps.rl.torchrl import BackboneModule, as_steps, to_windows  # noqa: E402
 
 MEMORY, WINDOW, STEPS = 7, 6, 24  # memory slots (longer than an episode); steps of a window, and of a rollout
 

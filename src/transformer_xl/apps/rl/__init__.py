@@ -1,0 +1,1 @@
+"""Agents with memory in TorchRL (extra `rl`)."""
