@@ -18,7 +18,7 @@ import torch
 from runs import MEMORY, MODELS
 from servers import make_run
 
-from transformer_xl.analysis.attention_maps import trace_attention
+from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate

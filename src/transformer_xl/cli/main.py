@@ -33,6 +33,7 @@ COMMANDS = {
 }
 
 APPS = {
+    "analyze": "analyze.commands",
     "watch": "watch.command",
     "surprisal": "surprisal.command",
 }

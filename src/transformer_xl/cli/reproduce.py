@@ -169,7 +169,7 @@ def speed(
     smoke
         Use tiny models and short windows, to try it out.
     """
-    from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
+    from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
     from transformer_xl.reproduction import tables
 
     results = tables.reproduce_speed(out, model, smoke=smoke, command=command_line(), **vars(device_options))

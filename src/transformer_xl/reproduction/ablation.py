@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from transformer_xl.analysis.plots import COLOURS, Line, draw
+from transformer_xl.apps.analyze.plots import COLOURS, Line, draw
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, System
 
 Metric = Literal["bits_per_byte", "perplexity", "token_perplexity"]

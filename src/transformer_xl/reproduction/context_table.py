@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformer_xl.analysis.effective_context import format_length
+from transformer_xl.apps.analyze.effective_context import format_length
 
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
 """Names of the systems in each group (`systems.py` explains them); each model is compared with the best of its own

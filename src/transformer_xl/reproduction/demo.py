@@ -17,18 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl import __version__
-from transformer_xl.analysis.plots import Line, draw
-from transformer_xl.analysis.report import (
-    chart,
-    details,
-    facts,
-    heading,
-    page,
-    paragraph,
-    sample,
-    table,
-    verbatim,
-)
+from transformer_xl.apps.analyze.plots import Line, draw
+from transformer_xl.apps.analyze.report import chart, details, facts, heading, page, paragraph, sample, table, verbatim
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device, environment, resolve_dtype
 from transformer_xl.evaluation.evaluate import evaluate

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
-from transformer_xl.analysis.plots import draw_gains, to_svg
-from transformer_xl.analysis.report import chart, heading, image, link, page, paragraph, table, verbatim
+from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
+from transformer_xl.apps.analyze.plots import draw_gains, to_svg
+from transformer_xl.apps.analyze.report import chart, heading, image, link, page, paragraph, table, verbatim
 from transformer_xl.files import write_json, write_text
 from transformer_xl.reproduction import ablation, context_table
 from transformer_xl.reproduction.reproduction import REPORT, report_damage

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.analysis.attention import analyze_attention
-from transformer_xl.analysis.effective_context import GroupModel, draw_positions, measure_context
-from transformer_xl.analysis.evaluation_speed import compare_speed
+from transformer_xl.apps.analyze.attention import analyze_attention
+from transformer_xl.apps.analyze.effective_context import GroupModel, draw_positions, measure_context
+from transformer_xl.apps.analyze.evaluation_speed import compare_speed
 from transformer_xl.config import ContextSweep, EvaluationConfig, SpeedComparison
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.plan import EvaluationPlan

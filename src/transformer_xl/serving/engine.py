@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.analysis.attention_maps import attention_of_last, require_attention_terms
+from transformer_xl.apps.analyze.attention_maps import attention_of_last, require_attention_terms
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.generation.sampling import sample

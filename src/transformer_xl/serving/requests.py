@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from transformer_xl.analysis.attention_maps import require_attention_terms
+from transformer_xl.apps.analyze.attention_maps import require_attention_terms
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.serving.config import ServerConfig

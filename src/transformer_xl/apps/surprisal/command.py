@@ -117,7 +117,7 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     if options.out is not None and not _is_stdout(options.out):
         table.to_csv(options.out)
     if options.plot is not None:
-        from transformer_xl.analysis.plots import MAX_ITEMS, draw_surprisal, write_plot
+        from transformer_xl.apps.analyze.plots import MAX_ITEMS, draw_surprisal, write_plot
 
         if len(items) > MAX_ITEMS:
             note(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from matplotlib import colormaps
 
-from transformer_xl.analysis.attention_maps import TermMaps, pluralize
+from transformer_xl.apps.analyze.attention_maps import TermMaps, pluralize
 from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -146,7 +146,7 @@ def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, abou
 
 
 def _asset(suffix: str) -> str:
-    return (resources.files("transformer_xl.analysis") / f"attention_page.{suffix}").read_text(encoding="utf-8")
+    return (resources.files("transformer_xl.apps.analyze") / f"attention_page.{suffix}").read_text(encoding="utf-8")
 
 
 def _quantize(maps: TermMaps) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float64]]:

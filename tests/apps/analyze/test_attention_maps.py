@@ -18,7 +18,7 @@ import pytest
 import torch
 from attention_oracle import attention_of
 
-from transformer_xl.analysis.attention_maps import (
+from transformer_xl.apps.analyze.attention_maps import (
     TERMS,
     AttentionMeans,
     TermMaps,

@@ -40,7 +40,7 @@ def speed(
     if out is not None:
         check_new_file(out)
     comparison = check_flags(SpeedComparison, settings)
-    from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
+    from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
     results = compare_speed(model, comparison, **vars(device_options))
     if out is not None:

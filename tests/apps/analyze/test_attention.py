@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from refusals import no_file_larger_than
 
-from transformer_xl.analysis.attention import _save_array
+from transformer_xl.apps.analyze.attention import _save_array
 
 
 @pytest.mark.parametrize("size", [100, 600])

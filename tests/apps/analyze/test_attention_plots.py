@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from transformer_xl.analysis.attention_maps import TermMaps, trace_attention
-from transformer_xl.analysis.attention_plots import draw_heads, draw_losses, draw_means, draw_terms, save
+from transformer_xl.apps.analyze.attention_maps import TermMaps, trace_attention
+from transformer_xl.apps.analyze.attention_plots import draw_heads, draw_losses, draw_means, draw_terms, save
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 

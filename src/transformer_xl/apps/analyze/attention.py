@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.analysis import attention_plots as plots
-from transformer_xl.analysis.attention_maps import (
+from transformer_xl.apps.analyze import attention_plots as plots
+from transformer_xl.apps.analyze.attention_maps import (
     AttentionMeans,
     TermMaps,
     num_visible_distances,
@@ -26,8 +26,8 @@ from transformer_xl.analysis.attention_maps import (
     require_attention_terms,
     trace_attention,
 )
-from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
-from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_documents
+from transformer_xl.apps.analyze.attention_page import attention_page, choose_page_tokens, token_texts
+from transformer_xl.apps.analyze.loss_by_distance import loss_by_distance, with_documents
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads

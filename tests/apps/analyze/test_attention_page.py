@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_xl.analysis.attention_maps import TermMaps, trace_attention
-from transformer_xl.analysis.attention_page import (
+from transformer_xl.apps.analyze.attention_maps import TermMaps, trace_attention
+from transformer_xl.apps.analyze.attention_page import (
     MAX_BYTES,
     TokenText,
     _token_text,

@@ -61,7 +61,7 @@ def context(
     paths = _run_paths(runs)
     check_outputs(out, plot)
     sweep = check_flags(ContextSweep, settings)
-    from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
+    from transformer_xl.apps.analyze.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 
     device = str(device_options.choose())
@@ -98,7 +98,7 @@ def context(
     if out is not None:
         write_json(out, values)
     if plot is not None:
-        from transformer_xl.analysis.plots import draw_gains, write_plot
+        from transformer_xl.apps.analyze.plots import draw_gains, write_plot
 
         write_plot(plot, draw_gains(values))
 
@@ -121,7 +121,7 @@ def _run_paths(runs: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _print_tables(values: dict[str, Any]) -> None:
-    from transformer_xl.analysis.effective_context import format_length
+    from transformer_xl.apps.analyze.effective_context import format_length
 
     models = values["models"]
     print_table(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from model_configs import model_config
 
-from transformer_xl.analysis.effective_context import (
+from transformer_xl.apps.analyze.effective_context import (
     EffectiveContext,
     Gains,
     GroupModel,

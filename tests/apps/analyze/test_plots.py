@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transformer_xl.analysis.plots import draw_gains, write_plot
+from transformer_xl.apps.analyze.plots import draw_gains, write_plot
 
 
 @pytest.fixture

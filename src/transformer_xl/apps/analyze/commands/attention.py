@@ -94,7 +94,7 @@ def attention(
     """
     text, head_list = source.text(), None if heads is None else _parse_heads(heads)
     config = check_flags(EvaluationConfig, lengths)
-    from transformer_xl.analysis.attention import analyze_attention
+    from transformer_xl.apps.analyze.attention import analyze_attention
     from transformer_xl.run_folder import RunFolder
 
     if text is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.analysis.evaluation_speed import SpeedMeasurement, flops_ratio
+from transformer_xl.apps.analyze.evaluation_speed import SpeedMeasurement, flops_ratio
 from transformer_xl.config import SpeedComparison, TransformerXLConfig
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits

@@ -10,4 +10,4 @@ COMMANDS = {
 
 analyze = App(name="analyze", help="Measure and plot what a model does.", help_format="plaintext")
 for name, help_line in COMMANDS.items():
-    analyze.command(f"transformer_xl.cli.analyze.{name}:{name}", name=name, help=help_line)
+    analyze.command(f"transformer_xl.apps.analyze.commands.{name}:{name}", name=name, help=help_line)
