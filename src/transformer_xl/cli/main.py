@@ -33,6 +33,8 @@ COMMANDS = {
 }
 
 APPS = {
+    "demo": "reproduce.demo_command",
+    "reproduce": "reproduce.command",
     "analyze": "analyze.commands",
     "watch": "watch.command",
     "surprisal": "surprisal.command",

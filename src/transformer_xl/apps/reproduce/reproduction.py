@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+from transformer_xl.apps.reproduce.parallel import Command, Job, run_parallel
+from transformer_xl.apps.reproduce.systems import Groups, System
 from transformer_xl.config import (
     ContextSweep,
     RunConfig,
@@ -35,8 +37,6 @@ from transformer_xl.config import (
 from transformer_xl.device import choose_device, environment
 from transformer_xl.files import as_user_error, lock_folder, write_text
 from transformer_xl.progress import say
-from transformer_xl.reproduction.parallel import Command, Job, run_parallel
-from transformer_xl.reproduction.systems import Groups, System
 from transformer_xl.run_folder import RunFolder, first_difference
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.token_store import Corpus

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from refusals import assert_refused, do, txl
 
+from transformer_xl.apps.reproduce import reproduction, tables
+from transformer_xl.apps.reproduce.parallel import Job
+from transformer_xl.apps.reproduce.reproduction import Reproduction
+from transformer_xl.apps.reproduce.systems import BY_NAME
+from transformer_xl.apps.reproduce.tables import reproduce_ablation, reproduce_context, reproduce_speed
 from transformer_xl.config import UserError
 from transformer_xl.files import lock_folder
-from transformer_xl.reproduction import reproduction, tables
-from transformer_xl.reproduction.parallel import Job
-from transformer_xl.reproduction.reproduction import Reproduction
-from transformer_xl.reproduction.systems import BY_NAME
-from transformer_xl.reproduction.tables import reproduce_ablation, reproduce_context, reproduce_speed
 
 # Transformer-XL with the full loss, and learned absolute positions with half the loss (of the second half of a segment)
 SYSTEMS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
@@ -245,8 +245,8 @@ def test_folder_is_locked(folder: Path) -> None:
 ONE_SYSTEM = """
 from functools import partial
 from transformer_xl.cli.main import main
-from transformer_xl.reproduction import tables
-from transformer_xl.reproduction.systems import BY_NAME
+from transformer_xl.apps.reproduce import tables
+from transformer_xl.apps.reproduce.systems import BY_NAME
 tables.reproduce_ablation = partial(tables.reproduce_ablation, systems=[BY_NAME["xl-full"]])
 main()
 """

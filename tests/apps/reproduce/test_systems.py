@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
+from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, _largest, num_parameters
 from transformer_xl.config import merge, run_settings
 from transformer_xl.model.cost import step_cost
-from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, _largest, num_parameters
 
 # the settings that all systems share
 BASE = {

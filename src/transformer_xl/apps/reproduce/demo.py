@@ -216,7 +216,7 @@ def _window_text(folder: RunFolder) -> str:
 
 def _equal_time() -> list[str]:
     """Return the section on what other programs learn from such a text in a given time, as measured elsewhere."""
-    file = resources.files("transformer_xl.reproduction") / "equal_time.json"  # written by benchmarks/chart.py
+    file = resources.files("transformer_xl.apps.reproduce") / "equal_time.json"  # written by benchmarks/chart.py
     measured = json.loads(file.read_text(encoding="utf-8"))
     elements = [
         heading(f"What do other programs learn in {' or '.join(measured['tables'])} seconds?"),

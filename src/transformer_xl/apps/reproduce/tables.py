@@ -15,22 +15,22 @@ from typing import Any
 from transformer_xl.apps.analyze.attention import analyze_attention
 from transformer_xl.apps.analyze.effective_context import GroupModel, draw_positions, measure_context
 from transformer_xl.apps.analyze.evaluation_speed import compare_speed
-from transformer_xl.config import ContextSweep, EvaluationConfig, SpeedComparison
-from transformer_xl.device import choose_device
-from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.files import as_user_error
-from transformer_xl.progress import ProgressBar, say
-from transformer_xl.reproduction.ablation import Metric, SystemResult, verdicts
-from transformer_xl.reproduction.context_table import GROUPS
-from transformer_xl.reproduction.report import read_results, write_report, write_results
-from transformer_xl.reproduction.reproduction import (
+from transformer_xl.apps.reproduce.ablation import Metric, SystemResult, verdicts
+from transformer_xl.apps.reproduce.context_table import GROUPS
+from transformer_xl.apps.reproduce.report import read_results, write_report, write_results
+from transformer_xl.apps.reproduce.reproduction import (
     SMOKE_CAVEAT,
     Reproduction,
     check_folder,
     read_scores,
     report_damage,
 )
-from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
+from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
+from transformer_xl.config import ContextSweep, EvaluationConfig, SpeedComparison
+from transformer_xl.device import choose_device
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.files import as_user_error
+from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import RunFolder
 
 

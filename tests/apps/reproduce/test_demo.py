@@ -14,8 +14,8 @@ import torch
 import yaml
 from refusals import txl
 
+from transformer_xl.apps.reproduce import demo
 from transformer_xl.device import environment
-from transformer_xl.reproduction import demo
 from transformer_xl.text.prepare import prepare
 
 RECIPE = {

@@ -6,7 +6,7 @@ and relative-full (the same without recurrence); `systems.py` defines them.
 
 import pytest
 
-from transformer_xl.reproduction.ablation import (
+from transformer_xl.apps.reproduce.ablation import (
     COLUMNS,
     SystemResult,
     chart,
@@ -16,7 +16,7 @@ from transformer_xl.reproduction.ablation import (
     table_rows,
     verdicts,
 )
-from transformer_xl.reproduction.systems import BY_NAME
+from transformer_xl.apps.reproduce.systems import BY_NAME
 
 
 def result_of(name, by_window, metric="bits_per_byte"):

@@ -14,7 +14,7 @@ from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Jso
 from transformer_xl.cli.output import command_line, print_json, print_table
 
 if TYPE_CHECKING:
-    from transformer_xl.reproduction.reproduction import Reproduction
+    from transformer_xl.apps.reproduce.reproduction import Reproduction
 
 reproduce = App(
     name="reproduce", help="The paper's tables at any scale, compared with its results.", help_format="plaintext"
@@ -50,7 +50,7 @@ class Scale:
     def open(self) -> Reproduction:
         """Open the folder; everything is checked and nothing is written."""
         seeds = None if self.seeds is None else parse_integers("--seeds", self.seeds)
-        from transformer_xl.reproduction.reproduction import Reproduction
+        from transformer_xl.apps.reproduce.reproduction import Reproduction
 
         # the fields of this class are named as the parameters of Reproduction.open
         options: dict[str, Any] = {**vars(self), **given_settings(model=self.model, train=self.train), "seeds": seeds}
@@ -95,7 +95,7 @@ def ablation(*, scale: ScaleOptions = _DEFAULT_SCALE, attention_windows: str | N
     """
     windows = None if attention_windows is None else parse_integers("--attention-windows", attention_windows)
     reproduction = scale.open()
-    from transformer_xl.reproduction import ablation, tables
+    from transformer_xl.apps.reproduce import ablation, tables
 
     results = tables.reproduce_ablation(reproduction, windows)
     systems, metric = ablation.system_results(results), ablation.NAMES[results["metric"]].capitalize()
@@ -136,8 +136,8 @@ def context(
         Number of positions drawn from the test text.
     """
     reproduction = scale.open()
-    from transformer_xl.reproduction import tables
-    from transformer_xl.reproduction.context_table import COLUMNS, table_rows
+    from transformer_xl.apps.reproduce import tables
+    from transformer_xl.apps.reproduce.context_table import COLUMNS, table_rows
 
     sweep = reproduction.context_sweep(context_step, max_context, num_positions)
     results = tables.reproduce_context(reproduction, sweep)
@@ -170,7 +170,7 @@ def speed(
         Use tiny models and short windows, to try it out.
     """
     from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
-    from transformer_xl.reproduction import tables
+    from transformer_xl.apps.reproduce import tables
 
     results = tables.reproduce_speed(out, model, smoke=smoke, command=command_line(), **vars(device_options))
     _print_results(results, out, [(title, COLUMNS, rows) for title, rows in speed_tables(results).items()], json=json)
@@ -192,6 +192,6 @@ def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enw
         Recipe with the model sizes at which the speed of evaluation is measured.
     """
     reproduction = scale.open()
-    from transformer_xl.reproduction import tables
+    from transformer_xl.apps.reproduce import tables
 
     print(f"report: {tables.reproduce_all(reproduction, speed_recipe=speed_recipe)}")

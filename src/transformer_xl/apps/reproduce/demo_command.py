@@ -31,7 +31,7 @@ def demo(
     max_tokens
         Number of test tokens to score, from the start of the test text. [default: all]
     """
-    from transformer_xl.reproduction.demo import COLUMNS, CURVE_COLUMNS, curve_rows, rows, run_demo
+    from transformer_xl.apps.reproduce.demo import COLUMNS, CURVE_COLUMNS, curve_rows, rows, run_demo
 
     run, values = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
     if not run.finished:

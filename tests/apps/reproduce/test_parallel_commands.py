@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from transformer_xl.apps.reproduce import parallel
+from transformer_xl.apps.reproduce.parallel import Command, Job, run_parallel
 from transformer_xl.config import UserError
-from transformer_xl.reproduction import parallel
-from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 
 
 def test_output_is_written_and_commands_run_in_order(tmp_path, monkeypatch):
@@ -54,8 +54,8 @@ time.sleep(100)
 PARENT = """
 import signal, sys
 from pathlib import Path
-from transformer_xl.reproduction import parallel
-from transformer_xl.reproduction.parallel import Command, Job, run_parallel
+from transformer_xl.apps.reproduce import parallel
+from transformer_xl.apps.reproduce.parallel import Command, Job, run_parallel
 parallel.PROGRAM = (sys.executable, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

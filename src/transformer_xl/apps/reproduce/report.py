@@ -13,9 +13,9 @@ from typing import Any
 from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
 from transformer_xl.apps.analyze.plots import draw_gains, to_svg
 from transformer_xl.apps.analyze.report import chart, heading, image, link, page, paragraph, table, verbatim
+from transformer_xl.apps.reproduce import ablation, context_table
+from transformer_xl.apps.reproduce.reproduction import REPORT, report_damage
 from transformer_xl.files import write_json, write_text
-from transformer_xl.reproduction import ablation, context_table
-from transformer_xl.reproduction.reproduction import REPORT, report_damage
 
 Results = Mapping[str, Any]
 """Results of one part of a reproduction (such as the ablation or the speed), as written to its JSON file."""
