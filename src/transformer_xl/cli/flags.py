@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
+from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.config import (
     ARCHITECTURES,
     ContextSweep,
@@ -21,7 +22,6 @@ from transformer_xl.config import (
     whole_number,
 )
 from transformer_xl.generation.generation_config import GenerationConfig
-from transformer_xl.serving.config import ServerConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 _Checked = TypeVar("_Checked", bound=Settings)

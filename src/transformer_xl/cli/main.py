@@ -33,6 +33,7 @@ COMMANDS = {
 }
 
 APPS = {
+    "serve": "serve.command",
     "demo": "reproduce.demo_command",
     "reproduce": "reproduce.command",
     "analyze": "analyze.commands",

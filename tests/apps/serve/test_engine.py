@@ -19,6 +19,10 @@ from runs import MEMORY, MODELS
 from servers import make_run
 
 from transformer_xl.apps.analyze.attention_maps import trace_attention
+from transformer_xl.apps.serve import engine as engine_module
+from transformer_xl.apps.serve.engine import Engine, QueueFullError
+from transformer_xl.apps.serve.jobs import Delta, Failed, Finished, ScoredToken, TextJob
+from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -26,10 +30,6 @@ from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
-from transformer_xl.serving import engine as engine_module
-from transformer_xl.serving.engine import Engine, QueueFullError
-from transformer_xl.serving.jobs import Delta, Failed, Finished, ScoredToken, TextJob
-from transformer_xl.serving.served_model import ServedModel
 
 LONG = "This prompt is much longer than the memory of the model, and is read in several slices. " * 4
 TEXTS = ["Once upon a time", "x", LONG, "no", "another text", LONG[:140]]

@@ -13,16 +13,16 @@ from pathlib import Path
 from starlette.requests import Request
 
 from transformer_xl.apps.analyze.attention_maps import require_attention_terms
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.engine import Engine, QueueFullError
+from transformer_xl.apps.serve.jobs import Event, Failed, Finished, TextJob
+from transformer_xl.apps.serve.metrics import Metrics
+from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
+from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.served_model import ServedModel
+from transformer_xl.apps.serve.sessions import Session, SessionStore
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.generation_config import GenerationConfig
-from transformer_xl.serving.config import ServerConfig
-from transformer_xl.serving.engine import Engine, QueueFullError
-from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
-from transformer_xl.serving.metrics import Metrics
-from transformer_xl.serving.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
-from transformer_xl.serving.rows import MemoryState
-from transformer_xl.serving.served_model import ServedModel
-from transformer_xl.serving.sessions import Session, SessionStore
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
 _MAX_PROMPTS = 256  # of a request

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from typing_extensions import override
 
-from transformer_xl.serving.jobs import ScoredToken
-from transformer_xl.serving.protocol import ApiError
+from transformer_xl.apps.serve.jobs import ScoredToken
+from transformer_xl.apps.serve.protocol import ApiError
 from transformer_xl.text.tokenizers import Tokenizer
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.serving.rows import MemoryState
-from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.tensor_file import load_tensors, save_tensors
 
 MAX_HEADER_BYTES = 2**20

@@ -13,11 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder, FinishReason
 from transformer_xl.generation.generation_config import GenerationConfig
-from transformer_xl.serving.rows import MemoryState
-from transformer_xl.serving.served_model import ServedModel
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from transformer_xl import __version__
-from transformer_xl.config import UserError
-from transformer_xl.serving.answers import (
+from transformer_xl.apps.serve.answers import (
     LargeAnswer,
     TokenNames,
     as_json,
@@ -30,10 +29,10 @@ from transformer_xl.serving.answers import (
     finish_reason,
     text_offsets,
 )
-from transformer_xl.serving.jobs import Delta, Event, Finished, joined
-from transformer_xl.serving.metrics import resident_bytes
-from transformer_xl.serving.page_files import add_page
-from transformer_xl.serving.protocol import (
+from transformer_xl.apps.serve.jobs import Delta, Event, Finished, joined
+from transformer_xl.apps.serve.metrics import resident_bytes
+from transformer_xl.apps.serve.page_files import add_page
+from transformer_xl.apps.serve.protocol import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     ApiError,
@@ -44,7 +43,8 @@ from transformer_xl.serving.protocol import (
     SessionBody,
     TokenizeBody,
 )
-from transformer_xl.serving.requests import CLIENT_CLOSED, RequestRunner, TextRequest
+from transformer_xl.apps.serve.requests import CLIENT_CLOSED, RequestRunner, TextRequest
+from transformer_xl.config import UserError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": description, "content": {"application/json": {}}}

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
 
 from runs import make_run
 
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.connections import BoundedProtocol
+from transformer_xl.apps.serve.requests import RequestRunner
+from transformer_xl.apps.serve.served_model import ServedModel
+from transformer_xl.apps.serve.server import guard_settings, guarded_app
 from transformer_xl.run_folder import Run
-from transformer_xl.serving.config import ServerConfig
-from transformer_xl.serving.connections import BoundedProtocol
-from transformer_xl.serving.requests import RequestRunner
-from transformer_xl.serving.served_model import ServedModel
-from transformer_xl.serving.server import guard_settings, guarded_app
 
 __all__ = ["make_run", "running"]
 

@@ -28,7 +28,7 @@ _HEADERS = {
 
 def add_page(app: FastAPI) -> None:
     """Add the paths of the page to the application."""
-    folder = resources.files("transformer_xl.serving") / "page"
+    folder = resources.files("transformer_xl.apps.serve") / "page"
     for name in _FILES:
         content, kind = (folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
         path = "/" if name == "index.html" else f"{PAGE_PREFIX}{name}"

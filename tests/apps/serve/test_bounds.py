@@ -17,16 +17,16 @@ import pytest
 from pydantic import ValidationError
 from servers import make_run, running
 
+from transformer_xl.apps.serve import app, connections, engine
+from transformer_xl.apps.serve.answers import as_json, text_offsets
+from transformer_xl.apps.serve.guard import owner_of
+from transformer_xl.apps.serve.jobs import TextJob
+from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
+from transformer_xl.apps.serve.requests import RequestRunner
+from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.generation.completion import CompletionBuilder
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.run_folder import Run
-from transformer_xl.serving import app, connections, engine
-from transformer_xl.serving.answers import as_json, text_offsets
-from transformer_xl.serving.guard import owner_of
-from transformer_xl.serving.jobs import TextJob
-from transformer_xl.serving.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
-from transformer_xl.serving.requests import RequestRunner
-from transformer_xl.serving.served_model import ServedModel
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
 OWNER = owner_of("")

@@ -18,13 +18,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, remove_leftovers
-from transformer_xl.progress import note
-from transformer_xl.serving.protocol import ApiError
-from transformer_xl.serving.rows import MemoryState
-from transformer_xl.serving.served_model import ServedModel
-from transformer_xl.serving.session_file import (
+from transformer_xl.apps.serve.protocol import ApiError
+from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.served_model import ServedModel
+from transformer_xl.apps.serve.session_file import (
     ID_PATTERN,
     MAX_HEADER_BYTES,
     Session,
@@ -34,6 +31,9 @@ from transformer_xl.serving.session_file import (
     read_session,
     write_session,
 )
+from transformer_xl.config import UserError
+from transformer_xl.files import as_user_error, remove_leftovers
+from transformer_xl.progress import note
 
 _UNKNOWN = "no session {!r} of this key: it was deleted, or the least recently used to make room, or never existed"
 

@@ -22,17 +22,17 @@ from typing import Literal
 import uvicorn
 from typing_extensions import override
 
+from transformer_xl.apps.serve.app import build_app
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.connections import IDLE_SECONDS, BoundedProtocol
+from transformer_xl.apps.serve.engine import Engine
+from transformer_xl.apps.serve.guard import LOOPBACK_HOSTS, Guard, GuardSettings
+from transformer_xl.apps.serve.requests import RequestRunner
+from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import load
-from transformer_xl.serving.app import build_app
-from transformer_xl.serving.config import ServerConfig
-from transformer_xl.serving.connections import IDLE_SECONDS, BoundedProtocol
-from transformer_xl.serving.engine import Engine
-from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
-from transformer_xl.serving.requests import RequestRunner
-from transformer_xl.serving.served_model import ServedModel
 
 KEY_VARIABLE = "TXL_API_KEY"
 _MIN_KEY_CHARACTERS = 16

@@ -11,12 +11,12 @@ import openai
 import pytest
 from servers import make_run, running
 
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.requests import RequestRunner, rest_of_end
+from transformer_xl.apps.serve.server import guard_settings
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
-from transformer_xl.serving.config import ServerConfig
-from transformer_xl.serving.requests import RequestRunner, rest_of_end
-from transformer_xl.serving.server import guard_settings
 
 PROMPT = "Once upon a time, a long text began. "
 KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"
@@ -241,7 +241,7 @@ def test_attention_of_a_token(client: httpx2.Client) -> None:
 def test_attention_needs_a_model_that_has_some_and_a_bounded_answer(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformer_xl.serving import requests
+    from transformer_xl.apps.serve import requests
 
     lstm = make_run(tmp_path / "lstm", "lstm")
     with running({"lstm": lstm, "tiny": run}) as (client, _):
@@ -499,8 +499,8 @@ def test_queue_answers_429_with_retry_after(run: Run) -> None:
 
 
 def _waiting(runner: RequestRunner) -> list:
+    from transformer_xl.apps.serve.jobs import TextJob
     from transformer_xl.generation.generation_config import GenerationConfig
-    from transformer_xl.serving.jobs import TextJob
 
     return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.cli.flags import ServeFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.config import UserError
-from transformer_xl.serving.config import ServerConfig
 
 
 def serve(
@@ -36,6 +36,6 @@ def serve(
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"txl serve needs {missing[0]}: pip install 'transformer-xl[serve]'")
     config = check_flags(ServerConfig, settings)
-    from transformer_xl.serving.server import serve as serve_runs
+    from transformer_xl.apps.serve.server import serve as serve_runs
 
     return serve_runs([run, *more_runs], config, device=str(device_options.choose()), checkpoint=checkpoint)

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import make_run, running
 
+from transformer_xl.apps.serve import sessions as sessions_module
 from transformer_xl.cli.main import run as run_command
 from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
-from transformer_xl.serving import sessions as sessions_module
 
 BODY = {"model": "tiny", "prompt": "abc", "seed": 1}
 OCTETS = {"content-type": "application/octet-stream"}
@@ -221,7 +221,7 @@ def test_session_with_other_values_and_a_right_checksum_is_refused(run: Run, tmp
 
 
 def _owner() -> str:
-    from transformer_xl.serving.guard import owner_of
+    from transformer_xl.apps.serve.guard import owner_of
 
     return owner_of("")
 
@@ -293,7 +293,7 @@ def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path) -> Non
 PROGRAM = ("-m", "transformer_xl")
 DYING_PROGRAM = """
 from transformer_xl.cli.main import main
-from transformer_xl.serving.engine import Engine
+from transformer_xl.apps.serve.engine import Engine
 
 Engine._step = None
 Engine._failures = lambda self, jobs: __import__("contextlib").nullcontext()

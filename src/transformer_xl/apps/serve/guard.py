@@ -18,10 +18,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transformer_xl.serving.answers import error_answer
-from transformer_xl.serving.metrics import Metrics
-from transformer_xl.serving.page_files import PAGE_PREFIX
-from transformer_xl.serving.protocol import ApiError
+from transformer_xl.apps.serve.answers import error_answer
+from transformer_xl.apps.serve.metrics import Metrics
+from transformer_xl.apps.serve.page_files import PAGE_PREFIX
+from transformer_xl.apps.serve.protocol import ApiError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _OPEN_PATHS = ("/", "/health")  # need no key: they say nothing about models or sessions

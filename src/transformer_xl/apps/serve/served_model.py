@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.baselines.recurrent import RecurrentCache
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -18,8 +20,6 @@ from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run_folder import Run, weights_digest
-from transformer_xl.serving.config import ServerConfig
-from transformer_xl.serving.rows import MemoryState
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}
