@@ -14,7 +14,7 @@ from torch import Tensor
 from trainee import Trainee
 
 from transformer_xl.config import RunConfig, load_recipe, run_settings
-from transformer_xl.model.cost import step_cost
+from transformer_xl.training.cost import step_cost
 
 # 10^12 FLOPs per second of dense bfloat16 products with float32 sums, from the manufacturers' data sheets; the first
 # name that is part of the device's name is used

@@ -12,9 +12,9 @@ from transformer_xl.architectures import build_model
 from transformer_xl.config import load_recipe, recipe_names, run_settings
 from transformer_xl.config.run_config import merge_recipe
 from transformer_xl.inference import prepare_inference
-from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters
+from transformer_xl.training.cost import step_cost
 from transformer_xl.training.data import training_memory
 from transformer_xl.training.distributed import DistributedContext
 

@@ -23,11 +23,11 @@ from reference import KeyMask, attention
 from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import TransformerXLConfig, UserError
-from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import last_starts
 from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.ops.kernels.reference import attention_terms
 from transformer_xl.ops.kernels.triton import attend, fits
+from transformer_xl.training.cost import step_cost
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

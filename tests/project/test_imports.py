@@ -17,31 +17,15 @@ import transformer_xl
 
 SRC = Path(__file__).parents[2] / "src" / "transformer_xl"
 
-# From the bottom up. A part, a module or folder of the package, may import parts of lower ranks, none of its own rank.
-RANKS = (
-    {"config"},
-    {"display", "files", "progress"},
-    {"device", "tensor_file", "native"},
-    {"text", "model", "checkpoint_record"},
-    {"inference"},
-    {"reader"},
-    {"run_folder"},
-    {"evaluation"},
-    {"training", "generation"},
-    {"analysis"},
-    {"interop"},
-    {"reproduction"},
-    {"integrations"},
-    {"serving"},
-    {"cli"},
-    {"__main__"},
-)
-RANK_OF = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
-# parts that may import less than their rank allows
-RESTRICTED = {
-    "model": {"config", "display", "files", "progress", "device", "tensor_file", "native"},
-    "text": {"config", "display", "files"},
-}
+DESIGN = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+# rows of the table in docs/design.md, from the bottom up: the parts, and what they import if it is not all below
+ROWS = [
+    (re.findall(r"`([\w.]+)`", parts), re.findall(r"`(\w+)`", only))
+    for parts, only in re.findall(r"^\| (`[^|]*) \| [^|]* \| ([^|]*) ?\|$", DESIGN, flags=re.MULTILINE)
+][::-1]
+RANK_OF = {part: rank for rank, (parts, _) in enumerate(ROWS) for part in parts}
+ONLY = {part: set(only) for parts, only in ROWS if only for part in parts}
+APPS = re.search(r"each with its command: ([\w, ]+) \|", DESIGN)[1].split(", ")  # pyrefly: ignore
 
 SLOW_PACKAGES = {"torch", "numpy", "matplotlib", "pydantic"}
 
@@ -63,24 +47,49 @@ def imported_parts(source: str) -> Iterator[str]:
         for module in modules:
             package, _, name = module.partition(".")
             if package == "transformer_xl":
-                yield name.split(".")[0] or "everything"
+                yield part_of(name) or "everything"
 
 
 def forbidden_imports(part: str, source: str) -> list[str]:
     """Return the parts that a file of this part imports although it must not."""
-    assert part in RANK_OF, f"'{part}' has no rank in RANKS; add it there and in docs/design.md"
+    assert part in RANK_OF, f"'{part}' is not in the table of docs/design.md; add it there"
     lower = {other for other, rank in RANK_OF.items() if rank < RANK_OF[part]}
-    allowed = RESTRICTED.get(part, lower) | {part}
+    allowed = ONLY.get(part, lower) | {part}
     return [other for other in imported_parts(source) if other not in allowed]
 
 
+def part_of(module: str) -> str:
+    """Return the part of a module, whose name is without that of the package."""
+    two = ".".join(module.split(".")[:2])
+    return two if two in RANK_OF else module.split(".")[0]
+
+
+MODULES = {
+    ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): path.read_text(encoding="utf-8")
+    for path in sorted(SRC.rglob("*.py"))
+    if path.parent != SRC or path.name not in ("__init__.py", "__main__.py")  # which import from everywhere
+}
+
+
 def test_modules_import_only_lower_parts() -> None:
+    found = {module: forbidden_imports(part_of(module), source) for module, source in MODULES.items()}
+    assert {module: parts for module, parts in found.items() if parts} == {}
+
+
+def test_apps_import_apps_of_their_order() -> None:
+    """Those to the right in the table; deleting any but `analyze` leaves the others whole."""
     found = {
-        path: forbidden_imports(path.relative_to(SRC).parts[0].removesuffix(".py"), path.read_text(encoding="utf-8"))
-        for path in sorted(SRC.rglob("*.py"))
-        if path != SRC / "__init__.py"  # which imports the public names from everywhere
+        module: set(re.findall(r"transformer_xl\.apps\.(\w+)", source)) - set(APPS[APPS.index(module.split(".")[1]) :])
+        for module, source in MODULES.items()
+        if module.startswith("apps.")
     }
-    assert {path.relative_to(SRC).as_posix(): parts for path, parts in found.items() if parts} == {}
+    assert {module: apps for module, apps in found.items() if apps} == {}
+
+
+def test_no_two_files_of_the_core_have_one_name() -> None:
+    core = [module for module in MODULES if part_of(module).split(".")[0] not in ("cli", "apps", "integrations")]
+    names = [module.split(".")[-1] for module in core if f"{module}." not in " ".join(core)]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 @pytest.mark.parametrize(

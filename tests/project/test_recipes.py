@@ -14,7 +14,7 @@ from transformer_xl.config import (
     recipe_names,
     run_settings,
 )
-from transformer_xl.model.cost import step_cost
+from transformer_xl.training.cost import step_cost
 
 FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
 # numbers of parameters that the papers report for the models of these recipes

@@ -10,17 +10,7 @@ from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
-from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.config import (
-    ARCHITECTURES,
-    ContextSweep,
-    EvaluationConfig,
-    Settings,
-    SpeedComparison,
-    TrainConfig,
-    check_settings,
-    whole_number,
-)
+from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings, whole_number
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
@@ -44,7 +34,7 @@ def _model_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
+def optional_flags(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
     """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks.
 
     Args:
@@ -58,7 +48,7 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
         if setting in excluded:
             continue
         if isinstance(inner, type) and issubclass(inner, Settings):
-            fields[setting] = (_optional(setting, inner.model_fields) | None, None)
+            fields[setting] = (optional_flags(setting, inner.model_fields) | None, None)
             continue
         values = field.default if isinstance(field.default, tuple) else [field.default]
         default = ",".join(map(str, values)).lower() or "none"
@@ -78,20 +68,13 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
     return create_model(f"{name.capitalize()}Flags", **fields)
 
 
-ModelFlags = _optional("model", _model_fields())
-TrainFlags = _optional("train", TrainConfig.model_fields)
-EvaluationFlags = _optional("evaluation", EvaluationConfig.model_fields)
-GenerationFlags = _optional("generation", GenerationConfig.model_fields)
-ServeFlags = _optional("serve", ServerConfig.model_fields)
-ScoreFlags = _optional("score", EvaluationConfig.model_fields, "method", "dynamic")
-StreamFlags = _optional(
-    "stream", EvaluationConfig.model_fields, "batch_size", "warmup_tokens", "reset_memory", "dynamic"
-)
-TokenizerFlags = _optional("tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback")
-ContextFlags = _optional("context", ContextSweep.model_fields)
-SpeedFlags = _optional("speed", SpeedComparison.model_fields)
-LengthFlags = _optional(
-    "length", EvaluationConfig.model_fields, "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
+ModelFlags = optional_flags("model", _model_fields())
+TrainFlags = optional_flags("train", TrainConfig.model_fields)
+EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields)
+GenerationFlags = optional_flags("generation", GenerationConfig.model_fields)
+ScoreFlags = optional_flags("score", EvaluationConfig.model_fields, "method", "dynamic")
+TokenizerFlags = optional_flags(
+    "tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback"
 )
 
 

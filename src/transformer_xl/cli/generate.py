@@ -77,8 +77,8 @@ def generate(
 
         check_midi_path(out)
     if prompt_file is not None and out is None:
-        from transformer_xl.apps.music.midi import MIDI_SUFFIXES
         from transformer_xl.text.sources.archives import read_text_file
+        from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES
 
         if prompt_file.suffix.lower() in MIDI_SUFFIXES:
             raise UserError(f"{prompt_file} is a MIDI file; give --out NEW.mid too, for the piece that continues it")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
@@ -61,6 +62,37 @@ class DeviceOptions:
 
 DeviceFlags = Annotated[DeviceOptions, Parameter(name="*")]
 DEFAULT_DEVICE = DeviceOptions()
+
+
+@dataclass(frozen=True)
+class WordOptions:
+    """Options of `--per word` alone."""
+
+    whitespace: Literal["leading", "trailing"] | None = None
+    """Whether the space between two words belongs to the second, or to the first, which it ends. [default: leading]"""
+    sweep_memory_length: str | None = None
+    """Several memory lengths, such as 0,64,512; each gives a column. [default: only that of --memory-length]"""
+    input_format: Literal["text", "csv", "tsv", "jsonl"] | None = None
+    """Each line of a text is an item, or each row of a table. [default: by the suffix of the file, else text]"""
+    text_column: str | None = None
+    """Column of the text in CSV and JSON lines. [default: text]"""
+    item_columns: str | None = None
+    """Columns that together identify an item, separated by commas, such as item,condition. [default: item]"""
+    document_column: str | None = None
+    """Column of the document, at whose start memory is empty. [default: a file is a document]"""
+    out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
+    """New CSV file; - is standard output."""
+    plot: Path | None = None
+    """New file for a plot of the first items, .svg or .png."""
+
+    @property
+    def is_on_stdout(self) -> bool:
+        """Whether the table is printed as CSV."""
+        return self.out == Path("-")
+
+
+WordFlags = Annotated[WordOptions, Parameter(name="*")]
+NO_WORD_OPTIONS = WordOptions()
 
 
 def parse_integers(flag: str, text: str, *, minimum: int = 1) -> tuple[int, ...]:

@@ -9,21 +9,16 @@ import codecs
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.apps.surprisal.command import (
-    NO_WORD_OPTIONS,
-    WordFlags,
-    check_word_options,
-    read_all_items,
-    score_words,
-)
 from transformer_xl.cli.flags import ScoreFlags, check_flags
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
+from transformer_xl.cli.options import DEFAULT_DEVICE, NO_WORD_OPTIONS, DeviceFlags, JsonLines, WordFlags, WordOptions
 from transformer_xl.cli.output import (
+    check_outputs,
     perplexity_titles,
     print_json,
     print_table,
@@ -37,6 +32,7 @@ from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
+    from transformer_xl.text.items import TextItem
     from transformer_xl.text.tokenizers import Tokenizer
 
 _MAX_CELL_LENGTH = 60  # characters of a text in a table
@@ -76,7 +72,7 @@ def score(
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     paths, config = _paths_by_name(files), check_flags(EvaluationConfig, settings)
-    check_word_options(word_options, per, json=json)
+    _check_word_options(word_options, per, json=json)
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
@@ -87,11 +83,17 @@ def score(
         name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
         for name, path in paths.items()
     }
-    items = read_all_items(contents, word_options) if per == "word" else []
+    items: list[TextItem] = []
+    if per == "word":  # before the run is loaded, which takes longer
+        from transformer_xl.apps.surprisal.command import read_all_items
+
+        items = read_all_items(contents, word_options)
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     say_weights(loaded.weights)
     if per == "word":
+        from transformer_xl.apps.surprisal.command import score_words
+
         score_words(loaded, items, config, word_options, json=json)
         return
     plan = EvaluationPlan.resolve(loaded.config, config, memory_lengths=loaded.memory_lengths)
@@ -109,6 +111,22 @@ def score(
             print_json({**record, **loaded.weights_values}, indent=None)
     else:
         _print_records(scores, per)
+
+
+def _check_word_options(options: WordOptions, per: str, *, json: bool) -> None:
+    """Check that options of `--per word` are given with it alone, and that the output files can be written.
+
+    Raises:
+        UserError: they are not, or cannot.
+    """
+    given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
+    if per != "word" and given:
+        raise UserError(
+            f"--{given[0].replace('_', '-')} is an option of --per word, not of --per {per}; add --per word"
+        )
+    if json and options.is_on_stdout:
+        raise UserError("--json and --out - were both given; standard output has room for one of them")
+    check_outputs(None if options.is_on_stdout else options.out, options.plot)
 
 
 def _paths_by_name(files: tuple[Path, ...]) -> dict[str, Path]:

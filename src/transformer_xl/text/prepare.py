@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from transformer_xl.apps.music.midi import midi_codec
 from transformer_xl.config import UserError, check_settings, check_type, checked_names, nearest
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
+from transformer_xl.text.sources.file_codec import find_codec
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
 from transformer_xl.text.sources.splitting import SplitMethod
 from transformer_xl.text.sources.text_files import (
@@ -152,16 +152,16 @@ def prepare(
     settings = {name: value for name, value in all_settings.items() if value is not None}
     paths = _paths(source)
     dataset = _dataset(paths)
-    if tokenizer == "midi":
+    codec = find_codec(tokenizer) if isinstance(tokenizer, str) else None
+    if codec is not None:
         if dataset or documents is not None:
-            what = f"the data set {dataset}" if dataset else "texts in memory"
-            raise UserError(f"--tokenizer midi is for MIDI files, not for {what}; name another tokenizer")
+            what = f"{codec.kind} files, not for " + (f"the data set {dataset}" if dataset else "texts in memory")
+            raise UserError(f"--tokenizer {tokenizer} is for {what}; name another tokenizer")
         if settings:
-            raise UserError(f"--tokenizer midi has a fixed vocabulary; leave {_flags(settings)} out")
-    codec = midi_codec() if tokenizer == "midi" else None
+            raise UserError(f"--tokenizer {tokenizer} has a fixed vocabulary; leave {_flags(settings)} out")
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
     if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
-        codec = midi_codec(given_tokenizer)
+        codec = find_codec("midi", given_tokenizer)
     # Check the output folder and the settings before anything is downloaded or read.
     folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
     if folder:
@@ -172,8 +172,8 @@ def prepare(
     selection = _selection(include, exclude, encoding)
     if codec is not None and documents is None and not dataset:
         if encoding is not None:
-            raise UserError(f"--encoding {encoding} is for text, and these are MIDI files; leave it out")
-        selection = replace(selection or FileSelection(), midi=codec)
+            raise UserError(f"--encoding {encoding} is for text, and these are {codec.kind} files; leave it out")
+        selection = replace(selection or FileSelection(), codec=codec)
     text = find_text(
         paths,
         documents=documents,

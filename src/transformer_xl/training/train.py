@@ -35,7 +35,6 @@ from transformer_xl.config import (
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted
-from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.ops.native import status
 from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, RunFolder, first_difference, load, trained_config
@@ -43,6 +42,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
 from transformer_xl.training.checkpoint import checkpoint_at, step_of, update_record
+from transformer_xl.training.cost import find_cutoffs
 from transformer_xl.training.distributed import DistributedContext, is_restartable, num_restarts, process_group
 from transformer_xl.training.memory_length_choice import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate

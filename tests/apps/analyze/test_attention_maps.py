@@ -23,11 +23,11 @@ from transformer_xl.apps.analyze.attention_maps import (
     AttentionMeans,
     TermMaps,
     num_visible_distances,
-    require_attention_terms,
     trace_attention,
 )
 from transformer_xl.architectures import build_model
 from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
+from transformer_xl.evaluation.attention_by_distance import require_attention_terms
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from model_configs import model_config
 
+from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.apps.analyze.effective_context import (
     EffectiveContext,
     Gains,
@@ -25,7 +26,7 @@ from transformer_xl.apps.analyze.effective_context import (
     measure_context,
 )
 from transformer_xl.architectures import build_model
-from transformer_xl.config import ContextSweep, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from transformer_xl.apps.analyze.analysis_config import SpeedComparison
 from transformer_xl.apps.analyze.evaluation_speed import SpeedMeasurement, flops_ratio
-from transformer_xl.config import SpeedComparison, TransformerXLConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL

@@ -9,7 +9,7 @@ import pytest
 
 from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, _largest, num_parameters
 from transformer_xl.config import merge, run_settings
-from transformer_xl.model.cost import step_cost
+from transformer_xl.training.cost import step_cost
 
 # the settings that all systems share
 BASE = {

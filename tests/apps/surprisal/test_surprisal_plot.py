@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_xl.apps.analyze.plots import MAX_ITEMS, draw_surprisal
+from transformer_xl.apps.surprisal.plot import MAX_ITEMS, draw_surprisal
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable
 
 

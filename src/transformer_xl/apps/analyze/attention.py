@@ -23,7 +23,6 @@ from transformer_xl.apps.analyze.attention_maps import (
     TermMaps,
     num_visible_distances,
     pluralize,
-    require_attention_terms,
     trace_attention,
 )
 from transformer_xl.apps.analyze.attention_page import attention_page, choose_page_tokens, token_texts
@@ -31,6 +30,7 @@ from transformer_xl.apps.analyze.loss_by_distance import loss_by_distance, with_
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
+from transformer_xl.evaluation.attention_by_distance import require_attention_terms
 from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text

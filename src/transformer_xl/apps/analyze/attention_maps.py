@@ -31,11 +31,11 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
+from transformer_xl.evaluation.attention_by_distance import by_distance
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.evaluation.with_memory import memory_slots
-from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import LayerCache, Memory
+from transformer_xl.model.memory import LayerCache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.ops.kernels import AttentionTerms
 from transformer_xl.text.token_store import Tokens
@@ -56,18 +56,6 @@ TERMS: dict[Term, str] = {
 def pluralize(count: int, noun: str = "token") -> str:
     """Return a count with its noun: 1 token, 2,048 tokens."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def require_attention_terms(model: LanguageModel) -> RelativeLanguageModel:
-    """Return the model, if its attention scores are a sum of terms.
-
-    Raises:
-        UserError: the model has no attention; or absolute positions, and so neither separate terms nor memory.
-    """
-    if isinstance(model, RelativeLanguageModel):
-        return model
-    missing = "attention terms and memory" if not model.config.has_memory else "attention"
-    raise UserError(f"{model.config.architecture} has no {missing} to show; use a run of transformer-xl or shaw")
 
 
 @dataclass(frozen=True)
@@ -142,38 +130,6 @@ def trace_attention(
             progress(len(ids_T))
 
 
-def attention_of_last(model: RelativeLanguageModel, tokens_BT: Tensor, memory: Memory) -> Tensor:
-    """Return the attention of the last token by distance, for each layer and head.
-
-    Args:
-        model: in evaluation mode.
-        tokens_BT: the tokens to process, with batch size 1; at least one.
-        memory: the memory before them.
-
-    Returns:
-        probabilities (L, N, P) on the CPU, at distance 0 (the token itself) to P - 1; with the setting
-        attend_empty_memory, what empty slots get is left out.
-    """
-    num_seen = int(memory.valid_B[0]) + tokens_BT.shape[1]
-    num_distances = min(num_seen, memory.context_limits.attention_window or num_seen)
-    layers = [
-        _by_distance(trace.terms.probabilities_BNTS[:, :, -1:], num_distances)[:, 0]
-        for trace in model.trace(tokens_BT, memory)
-    ]
-    return torch.stack(layers).float().cpu()
-
-
-def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
-    """Rearrange values by query and key, with batch size 1, to values by query and distance; shape (N, T, P).
-
-    Distances that reach beyond the first key get 0.
-    """
-    num_queries, num_keys = x_BNTS.shape[-2:]
-    query_T = torch.arange(num_queries, device=x_BNTS.device)
-    key_TP = num_keys - num_queries + query_T[:, None] - torch.arange(num_distances, device=x_BNTS.device)
-    return x_BNTS[0].gather(-1, key_TP.clamp(min=0).expand(x_BNTS.shape[1], -1, -1)).masked_fill(key_TP < 0, 0)
-
-
 class AttentionMeans:
     """Mean attention of each head by distance, over the queries of a text that see a full memory.
 
@@ -214,7 +170,7 @@ class AttentionMeans:
         if attention.layer == 0:
             self.num_queries += num_queries
             self.count_P += seen_TP.sum(0)
-        p_NTP = _by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
+        p_NTP = by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
         # some devices have no float64, so each segment is summed there, and the sums are added on the CPU
         self._sum_LNP[attention.layer] += p_NTP.sum(1).cpu().double()
         self._entropy_sum_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()

@@ -30,8 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.checkpoint_record import ChosenWeights
-from transformer_xl.config import ContextSweep, EvaluationConfig, UserError, check_settings
+from transformer_xl.config import EvaluationConfig, UserError, check_settings
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback

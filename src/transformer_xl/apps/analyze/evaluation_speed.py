@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from transformer_xl.apps.analyze.analysis_config import SpeedComparison
 from transformer_xl.architectures import build_model
 from transformer_xl.config import (
     AlRfouConfig,
     ModelConfig,
-    SpeedComparison,
     TransformerXLConfig,
     UserError,
     load_recipe,

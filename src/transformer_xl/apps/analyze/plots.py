@@ -1,4 +1,4 @@
-"""Line charts, drawn by matplotlib: in HTML reports, of `txl analyze context`, and of `txl score --per word`."""
+"""Line charts, drawn by matplotlib: in HTML reports, and of `txl analyze context`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from transformer_xl.apps.surprisal.surprisal import ALONE, SurprisalTable
 from transformer_xl.files import atomic_file
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colours that colour-blind readers can tell apart (the palette of Okabe and Ito 2008)."""
-MAX_ITEMS = 12
-"""Number of items that `draw_surprisal` draws, from the start of the table."""
-# line styles and markers differ as well, for readers who cannot tell the colours apart
-_STYLES = ("-o", "--s", "-.^", ":D", "-v", "--P", "-.X")
-_WORD_STYLES = ("--s", "-o", *_STYLES[2:])
+STYLES = ("-o", "--s", "-.^", ":D", "-v", "--P", "-.X")
+"""Line styles and markers, for readers who cannot tell the colours apart."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def draw_gains(results: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(1.2 + 4.0 * len(fractions), 4.0), layout="constrained")
     panels = figure.subplots(1, len(fractions), sharey=True, squeeze=False)[0]
     for axes, fraction in zip(panels, fractions, strict=True):
-        for model, colour, style in zip(results["models"], cycle(COLOURS), cycle(_STYLES), strict=False):
+        for model, colour, style in zip(results["models"], cycle(COLOURS), cycle(STYLES), strict=False):
             percent = [100 * gain for gain in model["fractions"][fraction]["gains"]]
             contexts = results["contexts"][:-1]  # the longest context has no longer one to compare with
             axes.plot(contexts, percent, style, color=colour, markersize=4, linewidth=1.6, label=model["name"])
@@ -118,35 +114,6 @@ def draw_gains(results: Mapping[str, Any]) -> Figure:
     panels[0].set_ylim(bottom=0)
     panels[-1].legend(frameon=False, fontsize=9)
     return figure
-
-
-def draw_surprisal(table: SurprisalTable) -> Figure:
-    """Draw a panel for each of the first items, with words on the x axis and a line for each column of surprisals."""
-    shown = [(labels, words) for labels, rows in table.by_item() if (words := [row for row in rows if row["word"]])]
-    shown = shown[:MAX_ITEMS]
-    longest = max((len(words) for _, words in shown), default=1)
-    figure = Figure(figsize=(max(5.0, 1.5 + 0.55 * longest), 0.6 + 2.5 * max(1, len(shown))), layout="constrained")
-    panels = figure.subplots(max(1, len(shown)), 1, sharey=True, squeeze=False)[:, 0]
-    for axes, (labels, words) in zip(panels, shown, strict=False):
-        for column, colour, style in zip(table.surprisal_columns, cycle(COLOURS), cycle(_WORD_STYLES), strict=False):
-            bits = [row[column] for row in words]
-            axes.plot(range(len(bits)), bits, style, color=colour, markersize=4, linewidth=1.6, label=_label(column))
-        # parse_math=False: otherwise $ would start a formula
-        names = [row["word"] for row in words]
-        axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", parse_math=False)
-        axes.set_xlim(-0.5, longest - 0.5)
-        axes.set_title(", ".join(map(str, labels)), loc="left", fontsize=10, parse_math=False)
-        axes.set_ylabel("surprisal (bits)")
-        tidy(axes)
-    panels[0].set_ylim(bottom=0)
-    if shown:
-        figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncols=4, loc="outside upper right")
-    return figure
-
-
-def _label(column: str) -> str:
-    name = column.removeprefix("surprisal_bits_")
-    return "alone" if column == ALONE else f"with text before, {name.replace('_', ' ')}"
 
 
 def write_plot(path: Path, figure: Figure) -> None:

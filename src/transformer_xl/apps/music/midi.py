@@ -25,9 +25,9 @@ from typing import Any
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, check_new_file
+from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodecError
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
-MIDI_SUFFIXES = (".mid", ".midi")
 _MAX_START_SECONDS = 120.0  # importing MidiTok
 _MAX_ANSWER_BYTES = 2**26
 
@@ -48,12 +48,14 @@ class MidiLimits:
     """Memory to read or write it, besides that of the libraries."""
 
 
-class MidiError(UserError):
+class MidiError(FileCodecError):
     """A file that cannot be read as MIDI, or tokens that cannot be written."""
 
 
 class MidiCodec:
     """Reads MIDI files to token ids, and writes token ids as MIDI files."""
+
+    kind = "MIDI"
 
     def __init__(self, tokenizer: IntegerTokenizer | None = None, *, limits: MidiLimits | None = None) -> None:
         """Prepare to read and write.

@@ -16,7 +16,7 @@ from transformer_xl.generation.generate import generate, resolve_config
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.run_folder import Run, check_run
-from transformer_xl.text.sources.text_files import piece_ids
+from transformer_xl.text.sources.text_files import codec_ids
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 StrPath = str | os.PathLike[str]
@@ -73,7 +73,7 @@ def generate_midi(
         config = config.model_copy(update={"eos_token_ids": (tokenizer.eos_token_id,)})
     codec = midi_codec(tokenizer)
     is_ids = prompt is None or (isinstance(prompt, Sequence) and not isinstance(prompt, str))
-    prompt_ids = prompt if is_ids else piece_ids(codec, Path(prompt))
+    prompt_ids = prompt if is_ids else codec_ids(codec, Path(prompt))
     completion = generate(run, prompt_ids, config, logits_processor=logits_processor)
     content, num_notes = codec.decode([*(prompt_ids or ()), *completion.token_ids])
     if not num_notes:

@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
+from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.apps.reproduce.parallel import Command, Job, run_parallel
 from transformer_xl.apps.reproduce.systems import Groups, System
 from transformer_xl.config import (
-    ContextSweep,
     RunConfig,
     UserError,
     check_settings,

@@ -17,7 +17,7 @@ import torch
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES, RunConfig, merge, run_settings
-from transformer_xl.model.cost import step_cost
+from transformer_xl.training.cost import step_cost
 
 Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_xl.apps.analyze.analysis_config import ContextSweep, SpeedComparison
 from transformer_xl.apps.analyze.attention import analyze_attention
 from transformer_xl.apps.analyze.effective_context import GroupModel, draw_positions, measure_context
 from transformer_xl.apps.analyze.evaluation_speed import compare_speed
@@ -26,7 +27,7 @@ from transformer_xl.apps.reproduce.reproduction import (
     report_damage,
 )
 from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
-from transformer_xl.config import ContextSweep, EvaluationConfig, SpeedComparison
+from transformer_xl.config import EvaluationConfig
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error

@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.cli.flags import ServeFlags, check_flags
+from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.config import UserError
+
+ServeFlags = optional_flags("serve", ServerConfig.model_fields)
 
 
 def serve(

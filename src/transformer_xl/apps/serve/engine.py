@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.apps.analyze.attention_maps import attention_of_last, require_attention_terms
 from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.device import MemoryUse, require_memory
+from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader

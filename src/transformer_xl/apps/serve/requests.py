@@ -12,7 +12,6 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from transformer_xl.apps.analyze.attention_maps import require_attention_terms
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.engine import Engine, QueueFullError
 from transformer_xl.apps.serve.jobs import Event, Failed, Finished, TextJob
@@ -22,6 +21,7 @@ from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.apps.serve.sessions import Session, SessionStore
 from transformer_xl.config import UserError, check_settings
+from transformer_xl.evaluation.attention_by_distance import require_attention_terms
 from transformer_xl.generation.generation_config import GenerationConfig
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer

@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
-from transformer_xl.cli.options import parse_integers
-from transformer_xl.cli.output import check_outputs, print_json, print_table, say_unknown
+from transformer_xl.cli.options import WordOptions, parse_integers
+from transformer_xl.cli.output import print_json, print_table, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -20,48 +17,6 @@ if TYPE_CHECKING:
     from transformer_xl.apps.surprisal.surprisal import SurprisalTable
     from transformer_xl.run_folder import Run
     from transformer_xl.text.items import TextItem
-
-
-@dataclass(frozen=True)
-class WordOptions:
-    """Options of `--per word` alone."""
-
-    whitespace: Literal["leading", "trailing"] | None = None
-    """Whether the space between two words belongs to the second, or to the first, which it ends. [default: leading]"""
-    sweep_memory_length: str | None = None
-    """Several memory lengths, such as 0,64,512; each gives a column. [default: only that of --memory-length]"""
-    input_format: Literal["text", "csv", "tsv", "jsonl"] | None = None
-    """Each line of a text is an item, or each row of a table. [default: by the suffix of the file, else text]"""
-    text_column: str | None = None
-    """Column of the text in CSV and JSON lines. [default: text]"""
-    item_columns: str | None = None
-    """Columns that together identify an item, separated by commas, such as item,condition. [default: item]"""
-    document_column: str | None = None
-    """Column of the document, at whose start memory is empty. [default: a file is a document]"""
-    out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
-    """New CSV file; - is standard output."""
-    plot: Path | None = None
-    """New file for a plot of the first items, .svg or .png."""
-
-
-WordFlags = Annotated[WordOptions, Parameter(name="*")]
-NO_WORD_OPTIONS = WordOptions()
-
-
-def check_word_options(options: WordOptions, per: str, *, json: bool) -> None:
-    """Check that options of `--per word` are given with it alone, and that the output files can be written.
-
-    Raises:
-        UserError: they are not, or cannot.
-    """
-    given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
-    if per != "word" and given:
-        raise UserError(
-            f"--{given[0].replace('_', '-')} is an option of --per word, not of --per {per}; add --per word"
-        )
-    if json and _is_stdout(options.out):
-        raise UserError("--json and --out - were both given; standard output has room for one of them")
-    check_outputs(None if _is_stdout(options.out) else options.out, options.plot)
 
 
 def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[TextItem]:
@@ -106,7 +61,7 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     num_tokens = sum(len(encode_item(run.tokenizer, item)[1]) for item in items)
     with ProgressBar("score", num_tokens * (1 + len(plans)), "tokens") as bar:
         table = surprisal(run, items, config, memory_lengths=lengths, whitespace=whitespace, progress=bar.advance)
-    if _is_stdout(options.out):
+    if options.is_on_stdout:
         _print_csv(table)
     elif json:
         for row in table:
@@ -114,20 +69,17 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     elif options.out is None:
         _print_rows(table, whitespace)
     # files are written after printing, so that a full disk loses no results
-    if options.out is not None and not _is_stdout(options.out):
+    if options.out is not None and not options.is_on_stdout:
         table.to_csv(options.out)
     if options.plot is not None:
-        from transformer_xl.apps.analyze.plots import MAX_ITEMS, draw_surprisal, write_plot
+        from transformer_xl.apps.analyze.plots import write_plot
+        from transformer_xl.apps.surprisal.plot import MAX_ITEMS, draw_surprisal
 
         if len(items) > MAX_ITEMS:
             note(
                 f"the plot shows the first {MAX_ITEMS} of {len(items):,} items; for others, score a file of them alone"
             )
         write_plot(options.plot, draw_surprisal(table))
-
-
-def _is_stdout(path: Path | None) -> bool:
-    return path == Path("-")
 
 
 def _print_csv(table: SurprisalTable) -> None:

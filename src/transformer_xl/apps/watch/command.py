@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import StreamFlags, check_flags
+from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
 from transformer_xl.cli.output import print_json, printable, say_memory_length, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformer_xl.run_folder import Run
 
 _Score = Literal["mean", "sum", "max"]
+
+StreamFlags = optional_flags(
+    "stream", EvaluationConfig.model_fields, "batch_size", "warmup_tokens", "reset_memory", "dynamic"
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from transformer_xl.apps.music.midi import MIDI_SUFFIXES, MidiCodec, MidiError
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
@@ -31,6 +30,7 @@ from transformer_xl.text.sources.archives import (
     no_progress,
 )
 from transformer_xl.text.sources.arrays import ArrayRange
+from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodec, FileCodecError
 from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
 from transformer_xl.text.sources.splitting import SplitMethod, TextRange, split_at_end, split_at_random
@@ -169,8 +169,8 @@ class FileSelection:
     """Glob patterns; files that match one of them are left out."""
     encoding: str = "utf-8"
     """A text encoding of Python; or binary, which takes the bytes of any file as they are."""
-    midi: MidiCodec | None = None
-    """Reads all files as MIDI files, or None if they are text."""
+    codec: FileCodec | None = None
+    """Reads all files, or None if they are text."""
     used: set[str] = field(default_factory=set, compare=False)
     """Patterns that a file matched so far."""
 
@@ -228,7 +228,7 @@ def texts_of_paths(
     with as_user_error(f"{option}reading the files"):
         total = sum(file.stat().st_size for files, _ in found for file in files)
     done = 0
-    advice = f", or {_ENCODING}" if selection.midi is None else ""
+    advice = f", or {_ENCODING}" if selection.codec is None else ""
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -247,13 +247,14 @@ def texts_of_paths(
                     raise UserError(f"{option}{error}") from None
                 skipped.append(f"{file} ({error.reason})")
         if not of_path:
-            what = "text" if selection.midi is None else "a MIDI file"
+            what = "text" if selection.codec is None else f"a {selection.codec.kind} file"
             raise UserError(f"{option}no file of {path} is {what}: {_first_few(skipped)}; name another{advice}")
         texts += of_path
     if not skipped:
         return texts, ()
-    if selection.midi is not None:
-        return texts, (f"{option}left out {len(skipped):,} files, which are not MIDI: {_first_few(skipped)}",)
+    if selection.codec is not None:
+        kind = selection.codec.kind
+        return texts, (f"{option}left out {len(skipped):,} files, which are not {kind}: {_first_few(skipped)}",)
     few = _first_few(skipped)
     num_files = sum(len(files) for files, _ in found)
     return texts, (f"{option}left out {len(skipped):,} of {num_files:,} files, which are not text: {few}; {_ENCODING}",)
@@ -271,10 +272,10 @@ def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int]
     """Return a whole file.
 
     Raises:
-        NotTextError: it is an archive, or not text in this encoding; or not a MIDI file, if it should be.
+        NotTextError: it is an archive, or not text in this encoding; or not a file of the codec.
     """
-    if selection.midi is not None:
-        text = BytesRange(path, content=" ".join(map(str, piece_ids(selection.midi, path))).encode() + b"\n")
+    if selection.codec is not None:
+        text = BytesRange(path, content=" ".join(map(str, codec_ids(selection.codec, path))).encode() + b"\n")
         progress(path.stat().st_size)
         return text
     encoding = selection.encoding
@@ -292,16 +293,16 @@ def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int]
     return text if text.is_compressed else replace(text, stop=text.size())
 
 
-def piece_ids(codec: MidiCodec, path: Path) -> list[int]:
-    """Return the tokens of a MIDI file.
+def codec_ids(codec: FileCodec, path: Path) -> list[int]:
+    """Return the integers of a file.
 
     Raises:
-        NotTextError: it is not a MIDI file with notes, or too large.
+        NotTextError: the codec cannot read it.
     """
     try:
         return codec.encode_file(path)
-    except MidiError as error:
-        raise NotTextError(f"{path}: {error}; leave it out, or save the piece as MIDI again", str(error)) from None
+    except FileCodecError as error:
+        raise NotTextError(f"{path}: {error}; leave it out, or save it as {codec.kind} again", str(error)) from None
 
 
 def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Path], bool]:

@@ -9,11 +9,15 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import LengthFlags, check_flags
+from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
+
+LengthFlags = optional_flags(
+    "length", EvaluationConfig.model_fields, "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
+)
 
 
 @dataclass(frozen=True)

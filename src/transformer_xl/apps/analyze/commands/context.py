@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import ContextFlags, check_flags
+from transformer_xl.apps.analyze.analysis_config import ContextSweep
+from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import check_outputs, print_json, print_table, say_weights
-from transformer_xl.config import ContextSweep, UserError
+from transformer_xl.config import UserError
 from transformer_xl.files import write_json
 from transformer_xl.progress import ProgressBar, note, say
+
+ContextFlags = optional_flags("context", ContextSweep.model_fields)
 
 
 def context(

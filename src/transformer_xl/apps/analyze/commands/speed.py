@@ -7,11 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import SpeedFlags, check_flags
+from transformer_xl.apps.analyze.analysis_config import SpeedComparison
+from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import SpeedComparison
 from transformer_xl.files import check_new_file, write_json
+
+SpeedFlags = optional_flags("speed", SpeedComparison.model_fields)
 
 
 def speed(

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import TransformerXLConfig
-from transformer_xl.model.cost import find_cutoffs, step_cost
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.ops.dropout import dropout_kernel
+from transformer_xl.training.cost import find_cutoffs, step_cost
 
 # counts of 10,007 tokens by Zipf's law, with an exponent above 1 so that cutoffs save more than half of the logits
 ZIPF = (1e9 / (np.arange(10_007) + 2.7) ** 1.2).astype(np.int64)

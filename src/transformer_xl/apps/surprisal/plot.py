@@ -1,0 +1,43 @@
+"""A plot of surprisals by word, for `txl score --per word`."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+from matplotlib.figure import Figure
+
+from transformer_xl.apps.analyze.plots import COLOURS, STYLES, tidy
+from transformer_xl.apps.surprisal.surprisal import ALONE, SurprisalTable
+
+MAX_ITEMS = 12
+"""Number of items that `draw_surprisal` draws, from the start of the table."""
+_WORD_STYLES = ("--s", "-o", *STYLES[2:])
+
+
+def draw_surprisal(table: SurprisalTable) -> Figure:
+    """Draw a panel for each of the first items, with words on the x axis and a line for each column of surprisals."""
+    shown = [(labels, words) for labels, rows in table.by_item() if (words := [row for row in rows if row["word"]])]
+    shown = shown[:MAX_ITEMS]
+    longest = max((len(words) for _, words in shown), default=1)
+    figure = Figure(figsize=(max(5.0, 1.5 + 0.55 * longest), 0.6 + 2.5 * max(1, len(shown))), layout="constrained")
+    panels = figure.subplots(max(1, len(shown)), 1, sharey=True, squeeze=False)[:, 0]
+    for axes, (labels, words) in zip(panels, shown, strict=False):
+        for column, colour, style in zip(table.surprisal_columns, cycle(COLOURS), cycle(_WORD_STYLES), strict=False):
+            bits = [row[column] for row in words]
+            axes.plot(range(len(bits)), bits, style, color=colour, markersize=4, linewidth=1.6, label=_label(column))
+        # parse_math=False: otherwise $ would start a formula
+        names = [row["word"] for row in words]
+        axes.set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", parse_math=False)
+        axes.set_xlim(-0.5, longest - 0.5)
+        axes.set_title(", ".join(map(str, labels)), loc="left", fontsize=10, parse_math=False)
+        axes.set_ylabel("surprisal (bits)")
+        tidy(axes)
+    panels[0].set_ylim(bottom=0)
+    if shown:
+        figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncols=4, loc="outside upper right")
+    return figure
+
+
+def _label(column: str) -> str:
+    name = column.removeprefix("surprisal_bits_")
+    return "alone" if column == ALONE else f"with text before, {name.replace('_', ' ')}"
