@@ -22,7 +22,7 @@ from environment import RESULTS, command, commit, cpu_features, cpu_model, posit
 
 from transformer_xl import RunConfig, TrainConfig, TransformerXLConfig, build_model, generate
 from transformer_xl.integrations.huggingface import from_run
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 MODELS = {

@@ -41,7 +41,8 @@ from transformer_xl.config import run_settings
 from transformer_xl.config.run_config import load_recipe, merge_recipe
 from transformer_xl.generation.generate import memory_plan
 from transformer_xl.model.sizes import min_cache
-from transformer_xl.run_folder import RunFolder, load
+from transformer_xl.run import load
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 PEER = Path(__file__).parent / "implementations" / "transformers_server.py"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from transformer_xl.integrations.huggingface import from_run
-from transformer_xl.run_folder import load
+from transformer_xl.run import load
 
 _Waiting = tuple[dict[str, Any], "queue.SimpleQueue[list[int]]"]
 

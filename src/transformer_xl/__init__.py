@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.architectures import build_model as build_model
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
     from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
-    from transformer_xl.run_folder import Run as Run, load as load, load_adapter as load_adapter, save as save
+    from transformer_xl.run import Run as Run, load as load, load_adapter as load_adapter, save as save
     from transformer_xl.text.items import ItemColumns as ItemColumns
     from transformer_xl.text.prepare import prepare as prepare
     from transformer_xl.text.token_store import Corpus as Corpus
@@ -80,7 +80,7 @@ _NAMES = {
     "architectures": "build_model",
     "model.memory": "ContextLimits Memory",
     "model.transformer_xl": "TransformerXL",
-    "run_folder": "Run load load_adapter save",
+    "run": "Run load load_adapter save",
     "text.items": "ItemColumns",
     "text.prepare": "prepare",
     "text.token_store": "Corpus",

@@ -15,18 +15,16 @@ adapter_config.json for peft; the weights are those of its base, a run whose fol
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import yaml
 from torch import Tensor
-from typing_extensions import override
 
 from transformer_xl.architectures import build_model
 from transformer_xl.checkpoint_record import (
@@ -40,14 +38,11 @@ from transformer_xl.config import (
     RunConfig,
     UserError,
     check_settings,
-    check_type,
-    checked_names,
     read_yaml,
     refuse_earlier_names,
     run_settings,
 )
-from transformer_xl.device import MemoryUse, Precision, choose_device, require_memory, resolve_dtype
-from transformer_xl.display import Displayed
+from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.files import (
     as_path,
     as_user_error,
@@ -58,15 +53,12 @@ from transformer_xl.files import (
     read_bytes,
     write_text,
 )
-from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import (
     ADAPTER_FILE,
     PEFT_CONFIG_FILE,
     add_lora,
     check_lora,
-    merge_lora,
     peft_config_text,
     refuse_pickled_adapter,
     state_names,
@@ -75,76 +67,6 @@ from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
 from transformer_xl.tensor_file import DAMAGED, contents_digest, load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
-
-
-@dataclass(frozen=True, repr=False)
-class Run(Displayed):
-    """A trained model with its tokenizer and settings, ready to use."""
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    config: RunConfig
-    path: Path | None = None
-    """Folder that the run was loaded from, or None for a model that is in no folder."""
-    weights: ChosenWeights | None = None
-    """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
-    _prepared: dict[str, tuple[InferenceModel, Fingerprint]] = field(default_factory=dict, init=False, compare=False)
-
-    def inference(self, dtype: Precision = "float32") -> InferenceModel:
-        """Return the model prepared for reading and generating.
-
-        It is prepared once for each dtype, and again if the weights have changed since, as far as `Fingerprint` sees
-        it; then memories of before are refused.
-
-        Args:
-            dtype: of matrix products: float32, bfloat16, or auto.
-        """
-        resolved = resolve_dtype(self.model.device, dtype)
-        prepared, fingerprint = self._prepared.get(resolved, (None, None))
-        if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
-            if prepared is not None:
-                self._prepared.clear()  # those of other dtypes are of the old weights too
-            prepared = prepare_inference(self.model, dtype)
-            self._prepared[resolved] = prepared, Fingerprint(self.model)
-        return prepared
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": {}}  # a copy prepares its own
-
-    @property
-    def memory_lengths(self) -> MemoryLengths | None:
-        """Losses of the weights at several memory lengths, or None if these were not measured."""
-        return self.weights.used.memory_lengths if self.weights else None
-
-    @property
-    def weights_values(self) -> dict[str, Any]:
-        """Which weights the model has, by the names of JSON output; empty for a model that was not loaded."""
-        return self.weights.as_dict() if self.weights else {}
-
-    @override
-    def summary(self) -> dict[str, Any]:
-        model = f"{self.config.model.architecture}, {self.model.num_parameters():,} parameters"
-        corpus = {"corpus": self.config.corpus.path} if self.config.corpus else {}
-        device = str(next(self.model.parameters()).device)
-        used = {"weights": self.weights.used.describe()} if self.weights else {}
-        return {"path": self.path, "model": model, **used, "device": device, "tokenizer": self.tokenizer, **corpus}
-
-    def open_corpus(self) -> Corpus:
-        """Open the corpus the run was trained on.
-
-        Raises:
-            UserError: the run records no corpus, it does not exist, or its tokenizer is not that of the run.
-        """
-        return RunFolder(self.path or Path("this run"), self.config, self.tokenizer).open_corpus()
-
-
-def check_run(run: object) -> None:
-    """Check that an argument of a public function is a loaded run.
-
-    Raises:
-        UserError: it is something else.
-    """
-    check_type(run, Run, "run", "give a loaded run, such as load('runs/mine')")
 
 
 def check_new_run(path: Path) -> None:
@@ -437,7 +359,7 @@ class RunFolder:
             UserError: a file is missing, damaged or of another model.
         """
         notes = self._verify_config()
-        model = self.build_model()
+        model = self.build_model(draw=False)
         if (best := self.path / self.weights_name).exists():
             load_weights(model, best)
         for checkpoint in self.checkpoints():
@@ -473,17 +395,18 @@ class RunFolder:
         # the run was killed, or the disk was full, after the checkpoint and before config.yaml was written
         return [] if self.config == trained else ["config.yaml lacks the last change, which --resume writes"]
 
-    def build_model(self, base: Path | None = None) -> LanguageModel:
+    def build_model(self, base: Path | None = None, *, draw: bool = True) -> LanguageModel:
         """Build the model in host memory with initial weights, or with those of its base and a new adapter.
 
         Args:
             base: the folder of the base, or None for where it was when the run was made.
+            draw: whether initial weights are drawn; otherwise they are arbitrary, for a caller who loads others.
 
         Raises:
             UserError: the weights certainly need more memory than there is, the base is not there or is not the one of
                 the run, or for a reason that `build_model` or `add_lora` lists.
         """
-        model = build_checked(self.config)
+        model = build_checked(self.config, draw=draw and self.config.lora is None)
         if self.config.lora is not None:
             check_lora(model, self.config.lora)
             load_weights(model, self._base_file(base))
@@ -531,26 +454,9 @@ class RunFolder:
                 f"{self.path / 'config.yaml'}; restore that file"
             )
 
-    def load_run(self, device: torch.device, checkpoint: CheckpointName = "best", *, base: Path | None = None) -> Run:
-        """Build the model with the run's weights, in evaluation mode, and return it with tokenizer and settings.
 
-        An adapter is merged into the weights of its base, which is in the folder `base`, or None for where it was.
-
-        Raises:
-            UserError: the run has no weights, they do not fit into memory, or they are damaged or do not fit the
-                settings; or the base of an adapter is not there or was altered.
-        """
-        chosen = self.choose_weights(checkpoint)
-        model = self.build_model(base)
-        load_weights(model, chosen.used.file)
-        self.check_adapter(chosen.used.file)
-        if self.config.lora is not None:
-            merge_lora(model)
-        return Run(model.to(device).eval(), self.tokenizer, self.config, path=self.path, weights=chosen)
-
-
-def build_checked(config: RunConfig) -> LanguageModel:
-    """Build the model of a run in host memory, with initial weights.
+def build_checked(config: RunConfig, *, draw: bool = True) -> LanguageModel:
+    """Build the model of a run in host memory, with initial weights, or with arbitrary ones unless they are drawn.
 
     Raises:
         UserError: the weights certainly need more memory than there is; or a reason that `build_model` lists.
@@ -562,7 +468,9 @@ def build_checked(config: RunConfig) -> LanguageModel:
         "use a machine with more memory, or a smaller model",
     )
     require_memory("the model", [use], torch.device("cpu"))
-    return build_model(config.model, memory_length=config.train.memory_length)
+    with nullcontext() if draw else torch.device("meta"):
+        model = build_model(config.model, memory_length=config.train.memory_length)
+    return model if draw else model.to_empty(device="cpu")
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:
@@ -610,20 +518,6 @@ def adapter_digest(config: RunConfig) -> str | None:
     return json_digest({"base": config.finetune.base_sha256, "lora": config.finetune.lora.model_dump(mode="json")})
 
 
-def weights_digest(run: Run, dtype: str) -> str:
-    """Return the sha256 of weights, settings of the model and data type: a state fits only what it was computed with.
-
-    Args:
-        run: the run.
-        dtype: data type of matrix products, resolved for the device.
-    """
-    digest = hashlib.sha256(f"{model_digest(run.config)} {dtype}".encode())
-    for name, tensor in sorted(run.model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> str:
     """Describe the first setting that differs, such as `train.beta2 is 0.9, not 0.999`; empty if none does.
 
@@ -654,96 +548,3 @@ def trained_config(checkpoint: Path) -> RunConfig | None:
 def config_text(config: RunConfig) -> str:
     """Return the settings as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-@checked_names
-def load(
-    path: Path | str, *, device: str = "auto", checkpoint: CheckpointName = "best", base: Path | str | None = None
-) -> Run:
-    """Load a run: its model, ready to use, its tokenizer and its config.
-
-    An adapter (of `finetune` with `lora_rank`) is merged into the weights of its base.
-
-    Args:
-        path: folder of the run.
-        device: auto, cuda, mps or cpu.
-        checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last).
-        base: for an adapter, the folder of its base, or None for where it was. Its checksum must be the recorded one.
-
-    Raises:
-        UserError: it is not the folder of a run, it has no weights yet, its files are damaged, or the base of an
-            adapter is not there or was altered.
-    """
-    folder = RunFolder.open(path)
-    if base is not None and folder.config.lora is None:
-        raise UserError(f"{folder.path} is a whole run, not an adapter; leave base out")
-    base = None if base is None else as_path(base, "base", "give the folder of a run")
-    return folder.load_run(choose_device(device), checkpoint, base=base)
-
-
-@checked_names
-def load_adapter(base: Run, path: Path | str, *, checkpoint: CheckpointName = "best") -> Run:
-    """Load an adapter (of `finetune` with `lora_rank`) beside the weights of a base that is loaded already.
-
-    The result is a run of its own, which shares the weights with the base (see `PackedLinear` for copies of them on x86
-    processors). Its outputs are those of `load(path)`, up to rounding, and take somewhat longer.
-
-    Args:
-        base: the loaded base. It is not changed; the adapter must not outlive a change of its weights.
-        path: folder of the adapter.
-        checkpoint: as for `load`.
-
-    Raises:
-        UserError: it is not the folder of an adapter, the base is not the one that it was trained on, or for the
-            reasons of `load`.
-    """
-    check_run(base)
-    folder = RunFolder.open(path)
-    if folder.config.lora is None:
-        raise UserError(f"{folder.path} is a whole run, not an adapter; use load")
-    if base.path is None or base.config.lora is not None:
-        raise UserError(
-            "the base is no whole run from a folder; give load(...) of the run that the adapter was made on"
-        )
-    base.model.check_not_quantized("the base of an adapter")
-    base.model.check_no_adapter("the base of another")
-    chosen = folder.choose_weights(checkpoint)
-    model = folder.build_model(base.path)
-    load_weights(model, chosen.used.file)
-    folder.check_adapter(chosen.used.file)
-    model.requires_grad_(True)
-    weights, own = base.model.state_dict(keep_vars=True), model.state_dict()
-    shared = {name: weights[name.replace(".base_layer.", ".")] for name in own if ".lora_" not in name}
-    if changed := [name for name, weight in shared.items() if not torch.equal(weight.to(own[name]), own[name])]:
-        raise UserError(
-            f"the base has other weights than {path} was trained on (at {changed[0]}): they changed since they were "
-            "loaded, or are those of another checkpoint; load the base again"
-        )
-    model.load_state_dict(shared, strict=False, assign=True)
-    like = next(base.model.parameters())
-    return Run(model.to(like).eval(), folder.tokenizer, folder.config, path=folder.path, weights=chosen)
-
-
-@checked_names
-def save(run: Run, path: Path | str) -> Path:
-    """Save a model with its tokenizer and config as the folder of a new run, which `load` and every command take.
-
-    `load` returns the same weights, bit for bit. Training cannot resume from them: optimizer and memory are not saved.
-    A loaded adapter is saved as the whole weights that it was merged into.
-
-    Args:
-        run: what to save.
-        path: the new folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        UserError: the path exists already, the file system refuses, or the weights are those of `to_int8` or have an
-            adapter beside them (`load_adapter`).
-    """
-    check_run(run)
-    run.model.check_not_quantized("saved")
-    run.model.check_no_adapter("saved")
-    config, weights = run.config.without_adapter(), run.model.state_dict()
-    return RunFolder.create(as_path(path, "path"), config, run.tokenizer, weights, run.memory_lengths).path

@@ -24,7 +24,8 @@ from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Corpus
 
 SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"

@@ -21,7 +21,8 @@ from refusals import FULL, NO_RECIPE, CommandResult, assert_refused, full_after,
 from transformer_xl.config import DynamicConfig, EvaluationConfig
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.score import score
-from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.token_store import Corpus
 

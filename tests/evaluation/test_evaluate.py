@@ -34,7 +34,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer

@@ -18,7 +18,7 @@ from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, User
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer

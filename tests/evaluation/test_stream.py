@@ -21,7 +21,7 @@ from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation import stream as stream_module
 from transformer_xl.evaluation.score import score
 from transformer_xl.evaluation.stream import ScoredTokens
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe

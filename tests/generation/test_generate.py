@@ -29,7 +29,7 @@ from transformer_xl.generation.chat import Chat
 from transformer_xl.generation.generate import generate, stream
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.bpe import BPETokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer

@@ -19,7 +19,7 @@ from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.lora import add_lora, merge_lora
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.ops.linear import PackedLinear, packed_weights, packs
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 REFUSED = "keys and values of another model, or of other weights"

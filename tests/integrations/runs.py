@@ -16,7 +16,8 @@ from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES, run_settings
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.integrations.huggingface import TransformerXLForCausalLM, from_run
-from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 
 SEGMENT, MEMORY = 7, 11

@@ -18,7 +18,7 @@ from transformer_xl.integrations.export import export, export_onnx
 from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from transformer_xl import score
 from transformer_xl.config import UserError
 from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.integrations.huggingface import MemoryCache, from_run
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # in float64
 LENGTHS = (3, 40, 75 * SEGMENT + 2)  # of prompts: the last two are longer than the memory

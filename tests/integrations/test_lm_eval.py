@@ -41,7 +41,7 @@ from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.lm_eval.__main__ import with_batch_size
 from transformer_xl.integrations.lm_eval.model import TxlLM
 from transformer_xl.integrations.lm_eval.wikitext import write_task
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers import ByteTokenizer

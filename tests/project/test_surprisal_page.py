@@ -12,7 +12,7 @@ import torch
 from refusals import txl
 
 from transformer_xl import RunConfig, TransformerXL, TransformerXLConfig, save
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # without the section on a program that is not installed here

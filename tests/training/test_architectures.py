@@ -14,7 +14,7 @@ import torch
 from training_runs import letters_corpus, nats_of, start, train_until
 
 from transformer_xl.generation.generate import generate
-from transformer_xl.run_folder import load
+from transformer_xl.run import load
 
 
 def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from training_runs import CPU, equals_best, letters_corpus, start, validation_nats
 
 from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.run import load_run
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.averaging import WeightAverage
 
@@ -104,7 +105,7 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     trainer = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     trainer.run()
     assert torch.equal(weights_of(trainer.model), weights_of(without.model))  # training is unchanged
-    last, best = trainer.folder.metrics()[-1], trainer.folder.load_run(CPU, "best").model
+    last, best = trainer.folder.metrics()[-1], load_run(trainer.folder, CPU, "best").model
     assert (last["split"], last["step"]) == ("valid", 17)  # 17 is max_steps
     assert last["nats_per_token"] == trainer.state.best_nats
     tokens = corpus.split("valid").tokens

@@ -14,6 +14,7 @@ from torch import Tensor
 from training_runs import CPU, letters_corpus, reopened, start
 
 from transformer_xl.config import UserError
+from transformer_xl.run import load_run
 from transformer_xl.training.trainer import Trainer
 
 
@@ -61,7 +62,7 @@ def test_training_stops_at_a_non_finite_loss(
     with pytest.raises(UserError, match=message):
         trainer.run()
     assert trainer.folder.checkpoints()[-1].name == f"step-{checkpoint_step:08}"
-    assert all(torch.isfinite(weight).all() for weight in trainer.folder.load_run(CPU, "last").model.parameters())
+    assert all(torch.isfinite(weight).all() for weight in load_run(trainer.folder, CPU, "last").model.parameters())
     assert [line["step"] for line in trainer.folder.metrics()] == [*range(1, step)]
     trainer = reopened(trainer)  # with the model's own losses
     assert trainer.state.step == checkpoint_step
@@ -74,7 +75,7 @@ def test_training_stops_after_a_too_large_learning_rate(tmp_path: Path) -> None:
     # the first step makes the weights huge
     with pytest.raises(UserError, match=r"became (nan|inf) at step 2; .*step-00000000"):
         trainer.run()
-    trainer.folder.load_run(CPU, "last")
+    load_run(trainer.folder, CPU, "last")
     validated = start(tmp_path / "validated", corpus, learning_rate=1e30, warmup_steps=0, eval_interval=1)
     with pytest.raises(UserError, match=r"validation loss became nan at step 1; .*--train.learning-rate"):
         validated.run()

@@ -27,7 +27,8 @@ from transformer_xl.inference import prepare_inference
 from transformer_xl.integrations.export import export
 from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.lora import merge_lora
-from transformer_xl.run_folder import Run, RunFolder
+from transformer_xl.run import Run
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
 
 _HEADER = json.dumps({"__metadata__": {"transformer_xl": "[" * 50_000}}).encode()

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.run import load_run
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.data import training_dataset
@@ -100,7 +101,7 @@ def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> N
     assert [line["step"] for line in lines_of(trainer, "valid")] == [3, 6, 9, 12, 15, 17]
     assert nats_of(trainer) == nats_of(without)
     assert trainer.model.training
-    expected = validation_nats(trainer.folder.load_run(CPU, "last").model, corpus.split("valid").tokens) / 41
+    expected = validation_nats(load_run(trainer.folder, CPU, "last").model, corpus.split("valid").tokens) / 41
     line = lines_of(trainer, "valid")[-1]
     assert line["nats_per_token"] == pytest.approx(expected, rel=1e-6)
     assert line["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
@@ -112,7 +113,7 @@ def test_validation_reads_the_extended_context(tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", corpus, model={"embedding_dropout": 0.3}, **settings)
     trainer.run()
     plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(0), extended_context_length=5)
-    model, tokens = trainer.folder.load_run(CPU, "last").model, corpus.split("valid").tokens
+    model, tokens = load_run(trainer.folder, CPU, "last").model, corpus.split("valid").tokens
     (line,) = lines_of(trainer, "valid")
     assert line["nats_per_token"] == pytest.approx(validation_nats(model, tokens, plan=plan) / 41, rel=1e-6)
 

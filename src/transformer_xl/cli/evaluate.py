@@ -69,6 +69,7 @@ def evaluate(
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.with_memory import suggested_batch_size
+    from transformer_xl.run import load_run
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
@@ -77,7 +78,7 @@ def evaluate(
     text = opened_corpus.split(split, verify=True)
     needs_train_split = EvaluationPlan.resolve(folder.config, configs[0]).needs_train_split
     train_split = opened_corpus.split("train", verify=True) if needs_train_split else None
-    loaded = folder.load_run(device, checkpoint)
+    loaded = load_run(folder, device, checkpoint)
     if int8:
         from transformer_xl.integrations.int8 import to_int8
 

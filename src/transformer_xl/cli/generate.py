@@ -20,7 +20,7 @@ from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
-    from transformer_xl.run_folder import Run
+    from transformer_xl.run import Run
 
 
 def generate(
@@ -85,7 +85,7 @@ def generate(
         prompts = [read_text_file(prompt_file)]
 
     from transformer_xl.generation.generate import memory_plan
-    from transformer_xl.run_folder import load
+    from transformer_xl.run import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     if int8:

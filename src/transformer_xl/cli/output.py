@@ -17,7 +17,7 @@ from transformer_xl.progress import note, say
 if TYPE_CHECKING:
     from transformer_xl.checkpoint_record import ChosenWeights
     from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.run_folder import Run
+    from transformer_xl.run import Run
     from transformer_xl.text.tokenizers import Tokenizer
 
 

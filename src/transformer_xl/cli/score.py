@@ -76,7 +76,7 @@ def score(
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
-    from transformer_xl.run_folder import load
+    from transformer_xl.run import load
     from transformer_xl.text.sources.archives import read_text_file
 
     contents = {

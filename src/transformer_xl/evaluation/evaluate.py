@@ -31,7 +31,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, Ste
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
 # losses are copied from the device after this many steps or losses, because each copy synchronizes with the device

@@ -18,7 +18,7 @@ from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import EvaluationConfig, RunConfig
 from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.token_store import TokenSplit
 
 _FACTORS = (0.5, 1, 2, 4, 8)  # of the trained length

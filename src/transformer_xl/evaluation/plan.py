@@ -32,7 +32,7 @@ from transformer_xl.device import MemoryUse, Precision, has_bfloat16, require_me
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_cache
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
 _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set

@@ -20,7 +20,7 @@ from transformer_xl.display import MAX_COLORED_TOKENS, Displayed, tokens_html
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.metrics import Sums, count
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
 

@@ -35,7 +35,8 @@ from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path
 from transformer_xl.reader import Reader
-from transformer_xl.run_folder import Run, check_run, first_difference, weights_digest
+from transformer_xl.run import Run, check_run, weights_digest
+from transformer_xl.run_folder import first_difference
 from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.tokenizers import document_errors, fingerprint, to_bytes
 

@@ -22,7 +22,7 @@ from transformer_xl.generation.sampling import LogitsProcessor, check_logits, ma
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import STRIDE
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 
 _DEFAULT_NUM_BEAMS = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformer_xl.generation.generate import GenerationStream, resolve_config, stream
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 
 class Chat:

@@ -32,7 +32,7 @@ from transformer_xl.inference import InferenceModel, TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.reader import STRIDE
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
 
 _SEQUENCE_BYTES = 2048  # its random generator and the objects that collect its tokens, at least

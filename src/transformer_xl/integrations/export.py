@@ -25,7 +25,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 
 _EXAMPLE_TOKENS = 3  # T in tracing; no number that the graph could take for a constant of the model
 _MAX_BYTES = 2**31  # of an ONNX file, a message of protobuf

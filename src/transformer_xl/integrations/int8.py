@@ -12,7 +12,7 @@ from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.ops.linear import Int8Linear
 from transformer_xl.progress import without_library_warnings
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 
 
 def to_int8(run: Run) -> Run:

@@ -32,7 +32,7 @@ from transformer_xl.config import (
 from transformer_xl.files import as_path, quoted
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
 from transformer_xl.progress import say
-from transformer_xl.run_folder import Run, check_run, load
+from transformer_xl.run import Run, check_run, load
 from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference

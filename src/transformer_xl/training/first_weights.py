@@ -17,7 +17,7 @@ from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 

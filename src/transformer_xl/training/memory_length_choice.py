@@ -10,6 +10,7 @@ import torch
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.memory_lengths import candidate_lengths, measure_memory_lengths, num_measured_tokens
 from transformer_xl.progress import ProgressBar, note, say
+from transformer_xl.run import load_run
 from transformer_xl.training.trainer import Trainer
 
 
@@ -51,7 +52,7 @@ def record_memory_lengths(trainer: Trainer, is_interrupted: Callable[[], bool], 
 
     try:
         with bar or nullcontext():
-            run = trainer.folder.load_run(trainer.device)  # the best weights, as they are on disk
+            run = load_run(trainer.folder, trainer.device)  # the best weights, as they are on disk
             measured = measure_memory_lengths(run, trainer.corpus.split("valid"), num_tokens, lengths, advance)
             trainer.folder.save_memory_lengths(measured)
     except _Interrupted:

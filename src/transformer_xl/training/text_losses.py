@@ -15,7 +15,8 @@ from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig, UserError
 from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
 from transformer_xl.progress import note
-from transformer_xl.run_folder import Run, RunFolder
+from transformer_xl.run import Run, load_run
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import contents_digest
 from transformer_xl.text.token_store import Corpus, TokenSplit
 from transformer_xl.training.first_weights import first_weights, old_ids
@@ -63,7 +64,7 @@ def _open_base(tuned: Run) -> Run:
     chosen = folder.choose_weights()
     for weights in (chosen.used, *chosen.others):
         if contents_digest(weights.file) == finetune.base_sha256:
-            return folder.load_run(torch.device("cpu"), weights.name)
+            return load_run(folder, torch.device("cpu"), weights.name)
     raise UserError(
         f"{folder.path} no longer has the weights of step {finetune.base_step:,} that fine-tuning began with; restore "
         "them to measure it"

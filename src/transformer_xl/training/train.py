@@ -37,7 +37,8 @@ from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.ops.native import status
 from transformer_xl.progress import note, say
-from transformer_xl.run_folder import Run, RunFolder, first_difference, load, trained_config
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder, first_difference, trained_config
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback

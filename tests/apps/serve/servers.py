@@ -23,7 +23,7 @@ from transformer_xl.apps.serve.connections import BoundedProtocol
 from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.apps.serve.server import guard_settings, guarded_app
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 __all__ = ["make_run", "running"]
 

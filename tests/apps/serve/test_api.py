@@ -16,7 +16,7 @@ from transformer_xl.apps.serve.requests import RequestRunner, rest_of_end
 from transformer_xl.apps.serve.server import guard_settings
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 PROMPT = "Once upon a time, a long text began. "
 KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"

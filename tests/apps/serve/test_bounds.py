@@ -26,7 +26,7 @@ from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.generation.completion import CompletionBuilder
 from transformer_xl.generation.generation_config import GenerationConfig
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
 OWNER = owner_of("")

@@ -29,7 +29,7 @@ from transformer_xl.generation.generate import generate
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 LONG = "This prompt is much longer than the memory of the model, and is read in several slices. " * 4
 TEXTS = ["Once upon a time", "x", LONG, "no", "another text", LONG[:140]]

@@ -25,7 +25,7 @@ from servers import make_run, running
 from transformer_xl.apps.serve import sessions as sessions_module
 from transformer_xl.cli.main import run as run_command
 from transformer_xl.generation.generate import generate
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 BODY = {"model": "tiny", "prompt": "abc", "seed": 1}
 OCTETS = {"content-type": "application/octet-stream"}

@@ -17,7 +17,7 @@ from servers import make_run, running
 
 from transformer_xl.apps.serve import guard
 from transformer_xl.generation.generate import generate
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 NUM_REQUESTS = int(os.environ.get("TXL_MALFORMED_REQUESTS", "400"))
 

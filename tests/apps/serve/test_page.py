@@ -18,7 +18,7 @@ from servers import make_run, running
 
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 
 # markup that would run a script if it were not text, a character of two bytes, a line end
 PROMPT = "a <img src=x onerror='window.broken=1'>\n<script>window.broken=1</script> caf\u00e9"

@@ -16,7 +16,7 @@ import pytest
 from servers import make_run, running
 
 from transformer_xl import files, tensor_file
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.tensor_file import load_tensors, save_tensors
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 9}

@@ -17,7 +17,7 @@ from transformer_xl import ItemColumns, RunConfig, TrainConfig, load, save, surp
 from transformer_xl.cli.main import run as run_command
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

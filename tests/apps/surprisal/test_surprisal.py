@@ -22,7 +22,7 @@ from transformer_xl import ItemColumns, surprisal
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.score import score
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer

@@ -26,7 +26,7 @@ from transformer_xl import RunConfig, TrainConfig, load, save
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.run_folder import Run
+from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 

@@ -22,7 +22,8 @@ from transformer_xl.config import UserError, run_settings
 from transformer_xl.integrations.checkpoints import huggingface
 from transformer_xl.integrations.checkpoints.convert import convert
 from transformer_xl.integrations.checkpoints.tokenizers import tokenizer_from_object, words_of
-from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 

@@ -17,7 +17,7 @@ from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_mo
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.checkpoints.convert import convert
-from transformer_xl.run_folder import load
+from transformer_xl.run import load
 from transformer_xl.text.tokenizers import ByteTokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer

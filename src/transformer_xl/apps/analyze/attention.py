@@ -36,6 +36,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
 from transformer_xl.progress import ProgressBar, note, say
+from transformer_xl.run import load_run
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import to_bytes
 
@@ -99,7 +100,7 @@ def analyze_attention(
     out = path.parent / f"{path.name}-attention" if out is None else Path(out)
     check_is_new(out)
     plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
-    loaded = folder.load_run(torch_device, checkpoint)
+    loaded = load_run(folder, torch_device, checkpoint)
     model = require_attention_terms(loaded.model)
     for line in loaded.weights.lines() if loaded.weights else ():
         say(line)

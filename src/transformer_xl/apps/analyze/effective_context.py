@@ -40,6 +40,7 @@ from transformer_xl.evaluation.with_memory import memory_slots
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.run import load_run
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Tokens
 from transformer_xl.text.tokenizers import describe_difference
@@ -283,7 +284,7 @@ def load_group(
             settings |= {"attention_window": attention_window, "clamp_length": clamp_length}
         limits = {key: None if value == "none" else value for key, value in settings.items() if value is not None}
         config = check_settings(EvaluationConfig, limits, "context limits")
-        run = folder.load_run(choose_device(device))
+        run = load_run(folder, choose_device(device))
         models.append(GroupModel(name, run.model, EvaluationPlan.resolve(folder.config, config), run.weights))
     return models
 

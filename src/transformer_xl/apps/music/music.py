@@ -15,7 +15,7 @@ from transformer_xl.generation.completion import Completion
 from transformer_xl.generation.generate import generate, resolve_config
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
-from transformer_xl.run_folder import Run, check_run
+from transformer_xl.run import Run, check_run
 from transformer_xl.text.sources.text_files import codec_ids
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 

@@ -32,6 +32,7 @@ from transformer_xl.device import choose_device
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error
 from transformer_xl.progress import ProgressBar, say
+from transformer_xl.run import load_run
 from transformer_xl.run_folder import RunFolder
 
 
@@ -136,7 +137,7 @@ def _group_model(reproduction: Reproduction, system: System, index: int) -> Grou
         scores = read_scores(reproduction.scores(system)[index])
         window = min(scores, key=lambda entry: entry["nats_per_token"])["attention_window"]
         config = EvaluationConfig(memory_length=window - 1, attention_window=window)
-    run = folder.load_run(choose_device(reproduction.device))
+    run = load_run(folder, choose_device(reproduction.device))
     return GroupModel(system.name, run.model, EvaluationPlan.resolve(folder.config, config), run.weights)
 
 

@@ -19,7 +19,7 @@ from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.reader import STRIDE, Reader
-from transformer_xl.run_folder import Run, weights_digest
+from transformer_xl.run import Run, weights_digest
 
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}

@@ -32,7 +32,7 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
 from transformer_xl.progress import note, say
-from transformer_xl.run_folder import load
+from transformer_xl.run import load
 
 KEY_VARIABLE = "TXL_API_KEY"
 _MIN_KEY_CHARACTERS = 16

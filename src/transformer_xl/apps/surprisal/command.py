@@ -15,7 +15,7 @@ from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
     from transformer_xl.apps.surprisal.surprisal import SurprisalTable
-    from transformer_xl.run_folder import Run
+    from transformer_xl.run import Run
     from transformer_xl.text.items import TextItem
 
 

@@ -24,7 +24,7 @@ from transformer_xl.progress import say
 if TYPE_CHECKING:
     from transformer_xl.apps.watch.line_surprisal import LineSurprisal
     from transformer_xl.apps.watch.live import LiveText
-    from transformer_xl.run_folder import Run
+    from transformer_xl.run import Run
 
 _Score = Literal["mean", "sum", "max"]
 
@@ -139,7 +139,7 @@ def watch(
     config = check_flags(EvaluationConfig, settings)
     from transformer_xl.apps.watch.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
-    from transformer_xl.run_folder import load
+    from transformer_xl.run import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     say_weights(loaded.weights)

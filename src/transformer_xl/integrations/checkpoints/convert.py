@@ -26,7 +26,8 @@ from transformer_xl.integrations.checkpoints import huggingface, nvidia, officia
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.lora import PEFT_CONFIG_FILE
-from transformer_xl.run_folder import RunFolder, load, save
+from transformer_xl.run import load, save
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, describe_difference, load_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName

@@ -41,7 +41,7 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids
 from transformer_xl.ops.cross_entropy import cross_entropy
 from transformer_xl.reader import STRIDE, Reader
-from transformer_xl.run_folder import Run, load
+from transformer_xl.run import Run, load
 
 _IGNORED = -100  # the label that marks a position without a loss
 

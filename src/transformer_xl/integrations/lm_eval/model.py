@@ -18,7 +18,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.integrations.lm_eval.continuations import Continuation, empty_memory, score_continuations
-from transformer_xl.run_folder import Run, load
+from transformer_xl.run import Run, load
 
 try:
     from lm_eval import utils
