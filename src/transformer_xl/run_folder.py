@@ -380,7 +380,7 @@ class RunFolder:
             )
         metadata = load_tensors(best)[1] if best.exists() else {}
         for name, path, expected in (
-            ("config_sha256", file, json_digest(self.config.model_dump(mode="json"))),
+            ("config_sha256", file, json_digest(read_yaml(read_bytes(file), str(file)))),
             ("model_sha256", file, model_digest(self.config)),
             ("adapter_sha256", file, adapter_digest(self.config)),
             ("tokenizer_sha256", self.path / "txl_tokenizer.json", fingerprint(self.tokenizer)),
@@ -508,7 +508,9 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
 
 def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
-    return json_digest(config.model.model_dump(mode="json", exclude={"attn_implementation"}))
+    values = config.model.flat()
+    values.pop("attn_implementation", None)
+    return json_digest(values)
 
 
 def adapter_digest(config: RunConfig) -> str | None:

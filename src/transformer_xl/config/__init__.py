@@ -16,6 +16,7 @@ from transformer_xl.config.model_config import (
     LSTMConfig as LSTMConfig,
     ModelConfig as ModelConfig,
     QRNNConfig as QRNNConfig,
+    RegularizationConfig as RegularizationConfig,
     RecurrentConfig as RecurrentConfig,
     RelativeConfig as RelativeConfig,
     RelativeLayerConfig as RelativeLayerConfig,

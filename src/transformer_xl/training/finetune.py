@@ -58,8 +58,7 @@ _SCHEDULE = {
 }  # fmt: skip
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
-    *("dropout", "embedding_dropout", "input_dropout", "output_dropout", "attention_dropout", "qkv_dropout"),
-    *("variational_dropout", "zoneout", "activation_penalty", "temporal_activation_penalty"),
+    *("dropout", "attention_dropout", "zoneout", "regularization"),
     *("attention_window", "clamp_length", "attend_empty_memory", "attn_implementation"),
 )
 
