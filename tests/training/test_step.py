@@ -124,7 +124,8 @@ def penalty_by_hand(hidden_TD: Tensor, config: Any, length: int) -> Tensor:
     penalty = config.regularization.activation_penalty * hidden_TD.square().mean(1).sum()
     changes = [(after - before).square().mean() for before, after in pairwise(hidden_TD)]
     if changes:
-        penalty = penalty + config.regularization.temporal_activation_penalty * torch.stack(changes).sum() * length / (length - 1)
+        change = config.regularization.temporal_activation_penalty * torch.stack(changes).sum()
+        penalty = penalty + change * length / (length - 1)
     return penalty
 
 

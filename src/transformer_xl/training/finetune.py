@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,9 @@ from transformer_xl.training.train import (
     run_training,
     start_run,
 )
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
@@ -85,9 +88,9 @@ def finetune(
     lora_dropout: float | None = None,
     lora_targets: Sequence[str] = (),
     checkpoint: CheckpointName = "best",
-    model: Overrides | None = None,
-    train: Overrides | None = None,
-    evaluation: Overrides | None = None,
+    model: ModelSettings | None = None,
+    train: TrainSettings | None = None,
+    evaluation: EvaluationSettings | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),

@@ -63,7 +63,7 @@ _EVALUATION = (*_LENGTHS, "attention_window", "clamp_length")
 
 def setting_names(architecture: str) -> dict[str, str]:
     """Return our name of each model setting of an architecture, and the one that config.json has for it."""
-    return {name: _RENAMED.get(name, name) for name in ARCHITECTURES[architecture]().flat()}
+    return {name: _RENAMED.get(name, name) for name in ARCHITECTURES[architecture].model_validate({}).flat()}
 
 
 def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> dict[str, Any]:
