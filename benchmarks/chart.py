@@ -38,7 +38,7 @@ STYLES = (
     (GREY, "x", "--"),
 )
 NOT_MEASURED = "Not measured."
-REPORT = HERE.parent / "src" / "transformer_xl" / "reproduction" / "equal_time.json"
+REPORT = HERE.parent / "src" / "transformer_xl" / "apps" / "reproduce" / "equal_time.json"
 REPORT_TEXT = "python-stdlib"  # which the demo trains on
 REPORTED = ("test_bits_per_token", "range", "seeds", "parameters", "steps")
 Results = dict[str, Any]

@@ -13,7 +13,7 @@ import chart
 import pytest
 import serving
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "apps" / "serve"))
 
 from servers import make_run, running
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from interop.checkpoints import golden, hugging_face_folder
-from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+from integrations.checkpoints.checkpoints import golden, hugging_face_folder
+from integrations.checkpoints.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from refusals import FULL, assert_refused, full_after, no_file_larger_than
 
 from transformer_xl.cli.main import run

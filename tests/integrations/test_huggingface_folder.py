@@ -13,9 +13,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from integrations.checkpoints.checkpoints import WORDS, golden, hugging_face_folder
+from integrations.checkpoints.golden_huggingface import CASES
 from integrations.runs import MODELS, ids, make_run, own_logits
-from interop.checkpoints import WORDS, golden, hugging_face_folder
-from interop.golden_huggingface import CASES
 from safetensors import safe_open
 from tensors import assert_same_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from integrations.checkpoints.checkpoints import golden, hugging_face_folder
 from integrations.runs import make_run
-from interop.checkpoints import golden, hugging_face_folder
 
 from transformer_xl.cli.main import run as txl
 

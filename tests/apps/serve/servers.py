@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import uvicorn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
 from runs import make_run
 
