@@ -39,7 +39,6 @@ from transformer_xl.config import (
     UserError,
     check_settings,
     read_yaml,
-    refuse_earlier_names,
     run_settings,
 )
 from transformer_xl.device import MemoryUse, require_memory
@@ -157,7 +156,6 @@ class RunFolder:
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))
-        refuse_earlier_names(values, str(settings))
         config = run_settings(values, str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):

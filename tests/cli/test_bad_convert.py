@@ -254,14 +254,6 @@ def test_parts_that_hugging_face_cannot_express_are_refused(folder: Path, settin
     assert not Path("back").exists()
 
 
-def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> None:
-    Path("run").mkdir()
-    Path("run/config.yaml").write_text("model: {kind: transformer, layers: 2}\ntrain: {rows: 3}\n")
-    assert_refused(
-        folder, "convert run back --to huggingface-4.37", "run/config.yaml is from an earlier version", capfd
-    )
-
-
 def test_full_disk_leaves_nothing(folder: Path, capfd: Capture, monkeypatch: Patch) -> None:
     for num_writes in (0, 2):  # number of writes that succeed before the disk is full
         with monkeypatch.context() as patch:
