@@ -38,7 +38,6 @@ APPS = {
     "reproduce": "reproduce.command",
     "analyze": "analyze.commands",
     "watch": "watch.command",
-    "surprisal": "surprisal.command",
 }
 """The module in `apps/` of each command that is not of the core."""
 
