@@ -292,7 +292,7 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
         """Make a session from an exported file."""
         with sessions.importing() as received:
             async for chunk in request.stream():
-                await run_in_threadpool(received.add, chunk)
+                await run_in_threadpool(received.write, chunk)
             session = await run_in_threadpool(sessions.imported, received, request.state.owner)
         return session.as_dict()
 

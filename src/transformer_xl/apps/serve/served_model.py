@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,14 +14,11 @@ from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import memory_plan, prompt_segment_length
 from transformer_xl.inference import InferenceModel
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run import Run, weights_digest
-
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 @dataclass(eq=False)
@@ -40,7 +36,8 @@ class ServedModel:
     weights_sha256: str
     """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
     _no_slots: Memory = field(init=False)  # from which all memories are derived
-    _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
+    _state_layout: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
+    """Each tensor of a state without contents, and its dimension of the slots."""
 
     @staticmethod
     def create(name: str, run: Run, config: ServerConfig | None = None) -> ServedModel:
@@ -137,19 +134,15 @@ class ServedModel:
             max_tokens=num_tokens,
         )
 
-    def state_shapes(self, state: MemoryState) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the dtype (as safetensors writes it) and shape of each tensor of a state with these counts."""
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, shape, slot_dim, dtype in self._state_layout:
+    def state_tensors(self, state: MemoryState) -> dict[str, Tensor]:
+        """Return tensors without contents, of the dtype and shape of each tensor of a state with these counts."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor, slot_dim in self._state_layout:
+            shape = list(tensor.shape)
             if slot_dim is not None:
-                num_slots = state.num_valid if self.inference.limits_visible else state.memory_length
-                shape = (*shape[:slot_dim], num_slots, *shape[slot_dim + 1 :])
-            shapes[name] = dtype, shape
-        return shapes
-
-    def state_bytes(self, state: MemoryState) -> int:
-        """Return the size of the tensors of a state with these counts, in bytes."""
-        return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in self.state_shapes(state).values())
+                shape[slot_dim] = state.num_valid if self.inference.limits_visible else state.memory_length
+            tensors[name] = tensor.new_empty(shape)
+        return tensors
 
     @property
     def max_slots(self) -> int:
@@ -159,12 +152,8 @@ class ServedModel:
     @property
     def max_state_bytes(self) -> int:
         """Size of the largest state, in bytes."""
-        return self.state_bytes(MemoryState({}, 0, self.max_slots, self.max_slots, self.max_slots))
-
-    @staticmethod
-    def dtype_name(tensor: Tensor) -> str:
-        """Return the dtype of a tensor, as safetensors writes it."""
-        return _SAFETENSORS_NAMES.get(tensor.dtype, "")
+        largest = MemoryState({}, 0, self.max_slots, self.max_slots, self.max_slots)
+        return sum(tensor.nbytes for tensor in self.state_tensors(largest).values())
 
     @property
     def limits_text(self) -> str:
@@ -192,15 +181,10 @@ class ServedModel:
         )
         _, memory = self.inference([[0, 0]], memory)
         self._state_layout = [
-            (f"{name}_{index}", tuple(tensor.shape), _slot_dim(cache), _SAFETENSORS_NAMES[tensor.dtype])
+            (f"{name}_{index}", tensor.to("meta"), None if isinstance(cache, RecurrentCache) else cache.slot_dim)
             for index, cache in enumerate(memory.layers)
             for name, tensor in cache.tensors().items()
         ]
         if memory.recent_BR is not None:
-            self._state_layout.append(("recent", tuple(memory.recent_BR.shape), None, "I64"))
+            self._state_layout.append(("recent", memory.recent_BR.to("meta"), None))
         self._no_slots = memory.reset([0]).resized(0)
-
-
-def _slot_dim(cache: LayerCache) -> int | None:
-    """Return the dimension of the slots in the tensors of a cache, or None for a state without slots."""
-    return None if isinstance(cache, RecurrentCache) else cache.slot_dim

@@ -7,7 +7,8 @@ is checked before anything else of it is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.tensor_file import load_tensors, save_tensors
-
-MAX_HEADER_BYTES = 2**20
-ID_PATTERN = r"^(session|snapshot)-[A-Za-z0-9_-]{32}$"
+from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 
 _BASE_BYTES = 4096  # of a session without a memory
-_NO_SESSION = "this is not the file of a session: its header is {}"
-_Shapes = dict[str, tuple[str, tuple[int, ...]]]  # dtype, as safetensors writes it, and shape of tensors by name
 # safetensors needs at least one tensor for its checksum to cover
-_EMPTY_TENSOR: _Shapes = {"txl_session": ("F32", (1,))}
+_EMPTY_TENSOR = {"txl_session": torch.zeros(1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +70,6 @@ class Session:
         }
 
 
-@dataclass(frozen=True)
-class SessionHeader:
-    """What the header of a session's file says, checked against the models."""
-
-    session: Session
-    """The session; its state has no tensors."""
-    num_bytes: int
-    """Size of the session in bytes, once it is read."""
-    file_bytes: int
-    """Size of the whole file."""
-
-
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 _Text = Annotated[str, Field(max_length=1000)]
 
@@ -106,7 +90,7 @@ class _StateValues(_Values):
 class _SessionValues(_Values):
     """A session in the header, without its tensors."""
 
-    id: Annotated[str, Field(pattern=ID_PATTERN)]
+    id: Annotated[str, Field(pattern=r"^(session|snapshot)-[A-Za-z0-9_-]{32}$")]
     owner: _Text
     model: _Text
     memory_length: _Count
@@ -132,63 +116,30 @@ def write_session(path: Path, session: Session, served: ServedModel) -> None:
     model = {"weights_sha256": served.weights_sha256, "limits": served.limits_text}
     values = _SessionValues.model_validate({**vars(session), **model, "state": counts})
     metadata = {"session": values.model_dump_json()}
-    save_tensors(path, {**tensors, "txl_session": torch.zeros(1)}, metadata, private=True)
-
-
-def header_bytes(beginning: bytes | bytearray) -> int:
-    """Return the number of bytes up to the end of the header, by the first 8 bytes of a file.
-
-    Raises:
-        UserError: there are fewer, or the header is longer than that of any session.
-    """
-    size = int.from_bytes(beginning[:8], "little")
-    if len(beginning) < 8 or size > MAX_HEADER_BYTES:
-        raise UserError(_NO_SESSION.format("too long, or not there"))
-    return 8 + size
-
-
-def check_header(beginning: bytes, models: Mapping[str, ServedModel]) -> SessionHeader:
-    """Check the header of a session's file before anything is allocated: its values, the model, names and shapes.
-
-    Args:
-        beginning: the file, at least up to the end of its header.
-        models: the models by name.
-
-    Raises:
-        UserError: it is not a session of one of these models.
-    """
-    end = header_bytes(beginning)
-    if len(beginning) < end:
-        raise UserError(_NO_SESSION.format("cut"))
-    try:
-        header = json.loads(beginning[8:end])
-        text = json.loads(header.pop("__metadata__")["transformer_xl"])["session"]
-        shapes = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(_NO_SESSION.format("not readable")) from None
-    session, served = _described(text, models)
-    _check_shapes(shapes, session, served)
-    num_bytes = 0 if session.state is None else served.state_bytes(session.state)
-    return SessionHeader(session, _BASE_BYTES + num_bytes, end + num_bytes + 4)
+    save_tensors(path, {**tensors, **_EMPTY_TENSOR}, metadata, private=True)
 
 
 def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
-    """Read the file of a session whose header was checked.
+    """Read the file of a session; its header is checked before any tensor is read: its values, names and shapes.
 
     Raises:
-        UserError: it is damaged, or its values are not finite or out of range.
+        UserError: it is not a session of one of these models, is damaged, or its values are not finite or out of range.
     """
-    try:
-        tensors, metadata = load_tensors(path)
-    except UserError:
-        raise UserError("the file of the session is damaged: its checksum does not match its contents") from None
+    with _damage_reported():
+        metadata, shapes = read_metadata(path), read_shapes(path)
     session, served = _described(metadata.get("session"), models)
-    names = {name: (served.dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    _check_shapes(names, session, served)
-    del tensors["txl_session"]
+    state_tensors = {} if session.state is None else served.state_tensors(session.state)
+    expected = {name: tuple(tensor.shape) for name, tensor in {**state_tensors, **_EMPTY_TENSOR}.items()}
+    if shapes != expected:
+        raise UserError("the memory in this file has another shape than this model and memory length need")
+    with _damage_reported():
+        tensors, _ = load_tensors(path)
     if session.state is None:
         return session
+    del tensors["txl_session"]
     for name, tensor in tensors.items():
+        if tensor.dtype != state_tensors[name].dtype:
+            raise UserError(f"the memory in this file has another data type than this model ({name})")
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
         # ids of tokens; those for n-gram embeddings are one higher
@@ -196,6 +147,15 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
         if not tensor.is_floating_point() and bool(((tensor < 0) | (tensor >= bound)).any()):
             raise UserError(f"the memory in this file has token ids that are not in the vocabulary ({name})")
     return replace(session, state=replace(session.state, tensors=tensors))
+
+
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    """Let an error in reading the file say nothing about where it is on the server."""
+    try:
+        yield
+    except UserError:
+        raise UserError("this is not the file of a session, or it is damaged") from None
 
 
 def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
@@ -211,7 +171,7 @@ def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session
         name = ".".join(map(str, first["loc"])) or "all of them"
         raise UserError(f"the values in the header of this session are malformed: {name}: {first['msg']}") from None
     except (ValueError, RecursionError):
-        raise UserError(_NO_SESSION.format("not readable")) from None
+        raise UserError("this is not the file of a session: its header is not readable") from None
     same = [served for served in models.values() if served.weights_sha256 == values.weights_sha256]
     problem = UserError("this session belongs to other weights than those of the models that are served")
     for served in sorted(same, key=lambda one: one.name != values.model):  # runs may have the same weights
@@ -231,12 +191,6 @@ def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite, computed in parts that one thread computes; `serve` says why."""
     return all(bool(part.isfinite().all()) for part in tensor.flatten().split(2**14))
-
-
-def _check_shapes(shapes: _Shapes, session: Session, served: ServedModel) -> None:
-    state_shapes: _Shapes = {} if session.state is None else served.state_shapes(session.state)
-    if shapes != {**state_shapes, **_EMPTY_TENSOR}:
-        raise UserError("the memory in this file has another shape than this model and memory length need")
 
 
 def _counts(values: _StateValues, served: ServedModel) -> MemoryState:
