@@ -285,9 +285,8 @@ def test_queue_is_bounded(engines) -> None:
     engine.submit(make_job(served, "a", 1)[0])
     while engine.num_waiting > 1:
         pass
-    with pytest.raises(QueueFullError) as error:
+    with pytest.raises(QueueFullError):
         engine.submit(*(make_job(served, "a", 1)[0] for _ in range(4)))
-    assert error.value.retry_after >= 1
     engine.cancel(running)
 
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Header, Request, Response
@@ -47,22 +48,8 @@ from transformer_xl.apps.serve.requests import CLIENT_CLOSED, RequestRunner, Tex
 from transformer_xl.config import UserError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": description, "content": {"application/json": {}}}
-    for status, description in {
-        400: "The body, or a value in it, is wrong.",
-        401: "An API key is needed.",
-        403: "The host or the origin is not allowed.",
-        404: "No such model, session or path.",
-        409: "Another request is changing the session.",
-        413: "The body is too large.",
-        415: "The content type is not JSON.",
-        422: "The text cannot be computed.",
-        429: "Too many requests wait.",
-        500: "The model failed.",
-        503: "The server is stopping, or the model thread has died.",
-        504: "The request was not done in time.",
-        507: "The session does not fit, or cannot be saved.",
-    }.items()
+    status: {"description": HTTPStatus(status).phrase, "content": {"application/json": {}}}
+    for status in (400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507)
 }
 
 

@@ -33,7 +33,6 @@ from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sampl
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
@@ -50,11 +49,6 @@ _FAILED = "the model failed on this request; the server's log says why"
 
 class QueueFullError(Exception):
     """As many requests wait as may wait."""
-
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(retry_after)
-        self.retry_after = retry_after
-        """Seconds after which another attempt may succeed."""
 
 
 @dataclass
@@ -94,10 +88,10 @@ class Engine:
         self.on_death: Callable[[], object] = lambda: None
         """Called in the thread when it dies."""
         for served in self.models.values():
-            size = max_rows * served.row_bytes(served.max_memory_length)
-            name = f"a memory of {max_rows:,} x {served.generation_slots(served.max_memory_length):,} tokens"
-            use = MemoryUse(name, size, "lower --max-batch or --memory-length")
-            require_memory("serving", [use], served.inference.device)
+            slots, advice = served.generation_slots(served.max_memory_length), "lower --max-batch or --memory-length"
+            served.plan.require_memory(
+                "serving", served.inference, num_rows=max_rows, num_new=1, num_slots=slots, advice=advice
+            )
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False
@@ -131,7 +125,7 @@ class Engine:
             waiting = self._num_waiting()
             # a request on its own may have more prompts than may wait
             if waiting and waiting + len(jobs) > self.max_waiting:
-                raise QueueFullError(self._retry_after(waiting))
+                raise QueueFullError
             for job in jobs:
                 self._waiting.setdefault(job.owner, deque()).append(job)
             self._lock.notify()
@@ -160,11 +154,6 @@ class Engine:
 
     def _num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
-
-    def _retry_after(self, waiting: int) -> int:
-        """Return in how many seconds about half of those that wait will have had their turn."""
-        rate = self.counters.finished / max(1.0, self.counters.busy_seconds)
-        return max(1, min(60, round(0.5 * waiting / rate))) if rate else 5
 
     # The thread
 

@@ -283,9 +283,8 @@ class RequestRunner:
     def _submit(self, request: TextRequest) -> None:
         try:
             self.engine.submit(*request.jobs)
-        except QueueFullError as error:
-            headers = {"retry-after": str(error.retry_after)}
-            message = "too many requests wait; try again later"
+        except QueueFullError:
+            message, headers = "too many requests wait; try again later", {"retry-after": "5"}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         except UserError as error:
             raise ApiError(503, str(error)) from None
