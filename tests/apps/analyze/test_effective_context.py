@@ -17,6 +17,7 @@ import pytest
 import torch
 from model_configs import model_config
 
+from transformer_xl.apps.analyze import effective_context
 from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.apps.analyze.effective_context import (
     EffectiveContext,
@@ -92,10 +93,9 @@ def gains_in_loops(losses_ICP: npt.NDArray[np.float64], fraction: float) -> list
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.37, 0.5, 1.0])
-def test_gains_and_lengths_equal_the_papers_definition(fraction: float) -> None:
-    sweep = ContextSweep(
-        min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05, fractions=(fraction,)
-    )
+def test_gains_and_lengths_equal_the_papers_definition(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effective_context, "FRACTIONS", (fraction,))
+    sweep = ContextSweep(min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05)
     lengths = set[tuple[int, bool]]()  # effective lengths, and whether a gain fell below the threshold
     for seed in range(5):
         losses_ICP = decreasing_losses(seed)
@@ -183,15 +183,13 @@ def test_positions_are_distinct_and_have_the_context_before_them() -> None:
 
 
 def test_results_equal_separate_measurements() -> None:
-    sweep = ContextSweep(
-        min_context=3, context_step=5, max_context=14, num_positions=17, fractions=(0.25, 1.0), threshold=1e-9
-    )
+    sweep = ContextSweep(min_context=3, context_step=5, max_context=14, num_positions=17, threshold=1e-9)
     models, progress = [group_model("lstm"), group_model("learned")], []
     measured = measure_context(models, text(61), sweep, progress.append)
     results = measured.as_dict()
     assert results["contexts"] == [3, 8, 13]
     assert results["positions"] == draw_positions(sweep, 61).tolist()
-    assert results["baseline"]["0.25"]["num_positions"] == 4
+    assert results["baseline"]["0.1"]["num_positions"] == 2
     lstm, learned = results["models"]
     # 17 positions; the model with learned positions sees at most the 7 tokens of a segment
     assert (lstm["tokens_read"], learned["tokens_read"]) == (17 * (3 + 8 + 13), 17 * (3 + 7 + 7))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from servers import make_run, running
 
 from transformer_xl.apps.serve import app, connections, engine
-from transformer_xl.apps.serve.answers import as_json, text_offsets
+from transformer_xl.apps.serve.answers import text_offsets
 from transformer_xl.apps.serve.guard import owner_of
 from transformer_xl.apps.serve.jobs import TextJob
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
@@ -175,13 +175,6 @@ def test_echo_is_made_once_and_not_in_the_event_loop(run: Run, monkeypatch: pyte
         assert client.post("/v1/completions", json=body).text.count('"token_logprobs"') >= 8
     assert len(threads) == 1
     assert threads[0].startswith("AnyIO worker")
-
-
-def test_json_in_parts_is_that_of_the_encoder() -> None:
-    value = {"a": [{"b": '\u00e9"', "c": [1, None, {"d": [1.5, True]}]}], "e": {}, "f": []}
-    for depth in range(8):
-        assert as_json(value, depth=depth) == as_json(value)
-    assert json.loads(as_json(value)) == value
 
 
 def test_tokens_of_prompts_are_bounded(run: Run) -> None:

@@ -43,7 +43,6 @@ from transformer_xl.text.tokenizers import to_bytes
 DEFAULT_TOKENS = 8192
 """Default number of tokens to process."""
 _PAPER_DISTANCE = 640  # the largest distance in the paper's plots
-_MAX_HEADS = 24  # maximum number of lines that readers can tell apart in one plot
 _MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
 
 
@@ -170,15 +169,13 @@ def analyze_attention(
 
 
 def _check_heads(heads: Sequence[plots.Head], shape: tuple[int, int]) -> None:
-    """Check that the heads exist in a model of this many layers and heads, and fit into one plot."""
+    """Check that the heads exist in a model of this many layers and heads."""
     for head in heads:
         for name, number, count in zip(("layer", "head"), head, shape, strict=True):
             if not 0 <= number < count:
                 raise UserError(
                     f"heads {head[0]}:{head[1]}: {name} {number} does not exist; valid are 0 to {count - 1}"
                 )
-    if len(heads) > _MAX_HEADS:
-        raise UserError(f"heads names {len(heads)} heads; plot at most {_MAX_HEADS}; the page contains all")
 
 
 def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
@@ -191,13 +188,9 @@ def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | 
         plan = EvaluationPlan.resolve(run, config.model_copy(update={"memory_length": max_distance}))
     farthest = num_visible_distances(plan) - 1
     if max_distance > farthest:
-        window, memory = plan.context_limits.attention_window, plan.context_limits.memory_length
-        if window is not None and window <= max_distance:
-            reason, advice = f"attention window {window:,}", f"attention window {max_distance + 1} or none"
-        else:
-            reason, advice = f"memory length {memory:,}", f"memory length {max_distance}"
         raise UserError(
-            f"max_distance {max_distance:,}: with {reason} no token sees farther than {farthest:,} back; set {advice}"
+            f"max_distance {max_distance:,}: no token sees farther than {farthest:,} back; raise memory_length or "
+            "attention_window"
         )
     return plan
 

@@ -50,6 +50,9 @@ _MEMORY_BYTES = 2**29  # maximum size of the memory of one batch
 
 Losses = npt.NDArray[np.float64]
 
+FRACTIONS = (0.1, 0.5, 1.0)
+"""The paper's r: fractions of the positions, those that are hardest to predict, over which losses are averaged."""
+
 
 def draw_positions(sweep: ContextSweep, num_tokens: int) -> npt.NDArray[np.int64]:
     """Draw the positions t whose tokens are predicted, without replacement, in ascending order; shape (P,).
@@ -195,7 +198,7 @@ class EffectiveContext:
     def as_dict(self) -> dict[str, Any]:
         """Return all results as plain values, for JSON."""
         sweep = self.sweep
-        by_fraction = {f"{fraction:g}": Gains.compute(self.losses_ICP, fraction) for fraction in sweep.fractions}
+        by_fraction = {f"{fraction:g}": Gains.compute(self.losses_ICP, fraction) for fraction in FRACTIONS}
         return {
             "contexts": list(sweep.contexts),
             "context_step": sweep.context_step,

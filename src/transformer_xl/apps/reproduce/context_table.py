@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformer_xl.apps.analyze.effective_context import format_length
+from transformer_xl.apps.analyze.effective_context import FRACTIONS, format_length
 
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
 """Names of the systems in each group (`systems.py` explains them); each model is compared with the best of its own
 group."""
-
-FRACTIONS = (0.1, 0.5, 1.0)
-"""The paper's r: fractions of the positions, those that are hardest to predict, over which losses are averaged."""
 
 PUBLISHED = {
     "xl-larger": (900, 800, 700),

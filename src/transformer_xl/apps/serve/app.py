@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -23,7 +24,6 @@ from transformer_xl import __version__
 from transformer_xl.apps.serve.answers import (
     LargeAnswer,
     TokenNames,
-    as_json,
     chat_logprobs,
     completion_logprobs,
     error_answer,
@@ -454,7 +454,7 @@ async def _stream(first: tuple[int, list[Event]], events: _Events, answer: _Answ
         base["usage"] = None
 
     def beginning(index: int) -> list[str]:
-        return [_sse({**base, "choices": [choice]}, depth=5) for choice in answer.begin(index)]
+        return [_sse({**base, "choices": [choice]}) for choice in answer.begin(index)]
 
     made: list[str] = []
     try:
@@ -487,5 +487,5 @@ def _usage(text: TextRequest) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _sse(values: dict[str, Any], *, depth: int = 0) -> str:
-    return f"data: {as_json(values, depth=depth)}\n\n"
+def _sse(values: dict[str, Any]) -> str:
+    return f"data: {to_json(values).decode()}\n\n"
