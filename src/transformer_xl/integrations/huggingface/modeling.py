@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -442,37 +442,6 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     @override
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
         """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
-
-
-class _NoModel(TransformerXLForCausalLM):
-    """What an Auto class finds that our models cannot be of, so that it says why."""
-
-    reason: ClassVar[str]
-
-    @classmethod
-    @override
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse to load.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(cls.reason)
-
-
-class NoBaseModel(_NoModel):
-    """What AutoModel finds."""
-
-    reason = (
-        "there is no model without its softmax (AutoModel); take AutoModelForCausalLM, whose "
-        "forward(..., output_hidden_states=True).hidden_states[-1] is the softmax's input"
-    )
-
-
-class NoMaskedLM(_NoModel):
-    """What AutoModelForMaskedLM finds, as by the pipeline fill-mask."""
-
-    reason = "this model predicts the next token, not masked ones; use pipeline('text-generation')"
 
 
 def from_run(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
-from transformer_xl.integrations.huggingface.modeling import NoBaseModel, NoMaskedLM, TransformerXLForCausalLM
+from transformer_xl.integrations.huggingface.modeling import TransformerXLForCausalLM
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer, TransfoXLTokenizer
 
 
@@ -20,5 +20,3 @@ def register() -> None:
     AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
     # Trainer's label smoothing shifts the labels of the models named there only
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
-    AutoModel.register(PretrainedTransformerXLConfig, NoBaseModel, exist_ok=True)
-    AutoModelForMaskedLM.register(PretrainedTransformerXLConfig, NoMaskedLM, exist_ok=True)
