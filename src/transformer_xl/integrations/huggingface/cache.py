@@ -41,10 +41,6 @@ class MemoryCache(Cache):
     def __repr__(self) -> str:
         return f"MemoryCache(num_columns={self.num_columns}, memory={self.memory})"
 
-    @override
-    def __len__(self) -> int:
-        return len(self.memory.layers) if self.memory is not None else 0
-
     def __bool__(self) -> bool:
         return True  # also without memory
 
@@ -58,14 +54,6 @@ class MemoryCache(Cache):
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_columns
-
-    @override
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # the memory drops the oldest tokens, so there is no limit
-
-    @override
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.num_columns + query_length, 0
 
     @override
     def reset(self) -> None:
@@ -95,20 +83,5 @@ class MemoryCache(Cache):
 
     @property
     @override
-    def batch_size(self) -> int:
-        return -1 if self.memory is None else self.memory.batch_size
-
-    @property
-    @override
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    @override
     def is_croppable(self) -> bool:
         return False
-
-    @property
-    @override
-    def is_initialized(self) -> bool:
-        return self.memory is not None
