@@ -152,7 +152,7 @@ class ServedModel:
     @property
     def max_state_bytes(self) -> int:
         """Size of the largest state, in bytes."""
-        largest = MemoryState({}, 0, self.max_slots, self.max_slots, self.max_slots)
+        largest = MemoryState(0, self.max_slots, self.max_slots, self.max_slots)
         return sum(tensor.nbytes for tensor in self.state_tensors(largest).values())
 
     @property

@@ -6,7 +6,6 @@ is checked before anything else of it is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,35 +13,41 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.rows import Count, MemoryState
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 
 _BASE_BYTES = 4096  # of a session without a memory
+_Text = Annotated[str, Field(max_length=1000)]
 # safetensors needs at least one tensor for its checksum to cover
 _EMPTY_TENSOR = {"txl_session": torch.zeros(1)}
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A session as it is now; a change makes another one with the same id."""
+    """A session as it is now; a change makes another one with the same id.
 
-    id: str
-    owner: str
+    The types are those of its JSON in the header of a file, where the state has no tensors.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    id: Annotated[str, Field(pattern=r"^(session|snapshot)-[A-Za-z0-9_-]{32}$")]
+    owner: _Text
     """Digest of the API key that it belongs to."""
-    model: str
-    memory_length: int
+    model: _Text
+    memory_length: Count
     """Memory length of its requests."""
     state: MemoryState | None
     """Its memory; None before its first request."""
-    created: float
+    created: Annotated[float, Field(ge=0, lt=2**53)]
     """Seconds since 1970."""
-    parent: str | None = None
+    parent: _Text | None = None
     """Id of the session that it was branched from."""
-    message_end: str = ""
+    message_end: _Text = ""
     """The end of its last message, which a reply that was cut lacks: it comes before the next message of a chat."""
 
     @property
@@ -70,37 +75,16 @@ class Session:
         }
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**62)]
-_Text = Annotated[str, Field(max_length=1000)]
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _SavedSession(Session):
+    """A session in a file, with what its keys and values were computed with."""
 
-
-class _Values(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _StateValues(_Values):
-    """The counts of a state in the header, as in `MemoryState`."""
-
-    newest: _Count
-    num_valid: _Count
-    num_read: _Count
-    memory_length: _Count
-
-
-class _SessionValues(_Values):
-    """A session in the header, without its tensors."""
-
-    id: Annotated[str, Field(pattern=r"^(session|snapshot)-[A-Za-z0-9_-]{32}$")]
-    owner: _Text
-    model: _Text
-    memory_length: _Count
-    created: Annotated[float, Field(ge=0, lt=2**53)]
-    parent: _Text | None
-    message_end: _Text = ""
     weights_sha256: _Text
     limits: _Text
-    """What else the keys and values were computed with, `ServedModel.limits_text`."""
-    state: _StateValues | None
+    """`ServedModel.limits_text`."""
+
+
+_JSON = TypeAdapter(_SavedSession)
 
 
 def write_session(path: Path, session: Session, served: ServedModel) -> None:
@@ -109,13 +93,9 @@ def write_session(path: Path, session: Session, served: ServedModel) -> None:
     Raises:
         UserError: the file system refuses.
     """
-    tensors, counts = dict[str, torch.Tensor](), None
-    if session.state is not None:
-        counts = vars(session.state).copy()
-        tensors = counts.pop("tensors")
-    model = {"weights_sha256": served.weights_sha256, "limits": served.limits_text}
-    values = _SessionValues.model_validate({**vars(session), **model, "state": counts})
-    metadata = {"session": values.model_dump_json()}
+    saved = _SavedSession(**vars(session), weights_sha256=served.weights_sha256, limits=served.limits_text)
+    metadata = {"session": _JSON.dump_json(saved, exclude={"state": {"tensors"}}).decode()}
+    tensors = session.state.tensors if session.state else {}
     save_tensors(path, {**tensors, **_EMPTY_TENSOR}, metadata, private=True)
 
 
@@ -127,7 +107,7 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
     """
     with _damage_reported():
         metadata, shapes = read_metadata(path), read_shapes(path)
-    session, served = _described(metadata.get("session"), models)
+    session, served = _described(metadata.get("session", ""), models)
     state_tensors = {} if session.state is None else served.state_tensors(session.state)
     expected = {name: tuple(tensor.shape) for name, tensor in {**state_tensors, **_EMPTY_TENSOR}.items()}
     if shapes != expected:
@@ -158,33 +138,33 @@ def _damage_reported() -> Iterator[None]:
         raise UserError("this is not the file of a session, or it is damaged") from None
 
 
-def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
+def _described(text: str, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
     """Return a session without its tensors, by the JSON in its header, and its model.
 
     Raises:
         UserError: a value is missing or wrong, or it fits none of the models.
     """
     try:
-        values = _SessionValues.model_validate(json.loads(text) if isinstance(text, str) else None)
+        saved = _JSON.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "all of them"
         raise UserError(f"the values in the header of this session are malformed: {name}: {first['msg']}") from None
-    except (ValueError, RecursionError):
-        raise UserError("this is not the file of a session: its header is not readable") from None
-    same = [served for served in models.values() if served.weights_sha256 == values.weights_sha256]
+    same = [served for served in models.values() if served.weights_sha256 == saved.weights_sha256]
     problem = UserError("this session belongs to other weights than those of the models that are served")
-    for served in sorted(same, key=lambda one: one.name != values.model):  # runs may have the same weights
+    for served in sorted(same, key=lambda one: one.name != saved.model):  # runs may have the same weights
         try:
-            if values.limits != served.limits_text:
+            if saved.limits != served.limits_text:
                 raise UserError("this session was made with another attention window or clamp length")
-            length = served.check_memory_length(values.memory_length)
-            state = None if values.state is None else _counts(values.state, served)
+            length = served.check_memory_length(saved.memory_length)
+            if saved.state is not None:
+                _check_counts(saved.state, served)
         except UserError as error:
             problem = error
             continue
-        fields = values.model_dump(exclude={"weights_sha256", "limits"})
-        return Session(**fields | {"model": served.name, "memory_length": length, "state": state}), served
+        fields = {**vars(saved), "model": served.name, "memory_length": length}
+        del fields["weights_sha256"], fields["limits"]
+        return Session(**fields), served
     raise problem
 
 
@@ -193,15 +173,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(part.isfinite().all()) for part in tensor.flatten().split(2**14))
 
 
-def _counts(values: _StateValues, served: ServedModel) -> MemoryState:
-    """Return a state without its tensors.
+def _check_counts(state: MemoryState, served: ServedModel) -> None:
+    """Check that the counts of a state are in range.
 
     Raises:
-        UserError: its counts are out of range.
+        UserError: they are not.
     """
-    state = MemoryState({}, **values.model_dump())
     if state.newest >= served.inference.config.vocab_size or state.memory_length > served.max_slots:
         raise UserError("the counts of tokens in this session are out of range")
     if state.num_valid != min(state.num_read, state.memory_length):
         raise UserError("the counts of tokens in this session contradict each other")
-    return state
