@@ -94,7 +94,7 @@ def test_new_session_is_made_when_its_request_completes(
     with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
         with monkeypatch.context() as patch:
             patch.setattr(runner.engine, "max_waiting", -1)
-            patch.setattr(type(runner.engine), "_num_waiting", lambda _: 1)
+            patch.setattr(type(runner.engine), "num_waiting", 1)
             assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
         wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
         assert client.post("/v1/completions", json=wrong).status_code == 400
@@ -156,7 +156,7 @@ def test_prompt_is_decoded_once_and_not_in_the_thread_of_the_models(run: Run, mo
 
 def test_tokens_to_read_are_one_list(run: Run) -> None:
     """Which is not built again for each slice of a long prompt."""
-    served = ServedModel.create("tiny", run)
+    served = ServedModel("tiny", run)
     job = TextJob(served, [1, 2], GenerationConfig(), 1, lambda _: None)
     assert job.input_ids is job.input_ids
 

@@ -105,7 +105,7 @@ def engines(tmp_path: Path):
 
     def make(name: str = "transformer-xl", run: Run | None = None, **options: Any) -> tuple[Run, ServedModel, Engine]:
         run = run or make_run(tmp_path / f"run-{len(started)}", name)
-        served = ServedModel.create("model", run)
+        served = ServedModel("model", run)
         started.append(Engine([served], **options))
         started[-1].start()
         return run, served, started[-1]

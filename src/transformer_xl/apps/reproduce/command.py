@@ -137,13 +137,15 @@ def context(
     """
     reproduction = scale.open()
     from transformer_xl.apps.reproduce import tables
-    from transformer_xl.apps.reproduce.context_table import COLUMNS, table_rows
+    from transformer_xl.apps.reproduce.report import CONTEXT_COLUMNS, context_rows
 
     sweep = reproduction.context_sweep(context_step, max_context, num_positions)
     results = tables.reproduce_context(reproduction, sweep)
     seeds = f"{len(reproduction.seeds)} seeds" if len(reproduction.seeds) > 1 else "1 seed"
     title = f"Relative effective context length in tokens, for each of {seeds}"
-    _print_results(results, scale.out, [(title, COLUMNS, rows) for rows in table_rows(results["groups"])], json=json)
+    _print_results(
+        results, scale.out, [(title, CONTEXT_COLUMNS, rows) for rows in context_rows(results["groups"])], json=json
+    )
 
 
 @reproduce.command

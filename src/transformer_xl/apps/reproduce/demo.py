@@ -183,7 +183,6 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
             paragraph(
                 f"The same weights, evaluated with different memory lengths on the first {curve[0]['bytes']:,} "
                 "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
-                + _window_text(folder)
             ),
             chart(_memory_chart(curve)),
             table(CURVE_COLUMNS, curve_rows(values)),
@@ -200,14 +199,6 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
                 "txl train --corpus my-corpus --run my-run"
             ),
         ],
-    )
-
-
-def _window_text(folder: RunFolder) -> str:
-    """Return what the attention window of evaluation does to longer memories; empty without one."""
-    window = folder.config.evaluation.attention_window
-    return (
-        "" if window is None else f" A byte attends to {window:,} bytes at most: a memory beyond them changes nothing."
     )
 
 

@@ -17,7 +17,6 @@ from transformer_xl.apps.analyze.attention import analyze_attention
 from transformer_xl.apps.analyze.effective_context import GroupModel, draw_positions, measure_context
 from transformer_xl.apps.analyze.evaluation_speed import compare_speed
 from transformer_xl.apps.reproduce.ablation import Metric, SystemResult, verdicts
-from transformer_xl.apps.reproduce.context_table import GROUPS
 from transformer_xl.apps.reproduce.report import read_results, write_report, write_results
 from transformer_xl.apps.reproduce.reproduction import (
     SMOKE_CAVEAT,
@@ -26,7 +25,7 @@ from transformer_xl.apps.reproduce.reproduction import (
     read_scores,
     report_damage,
 )
-from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
+from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, CONTEXT_GROUPS, EQUAL_MEMORY, System
 from transformer_xl.config import EvaluationConfig
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -77,7 +76,7 @@ def reproduce_ablation(
 
 
 def reproduce_context(
-    reproduction: Reproduction, sweep: ContextSweep, *, groups: Sequence[Sequence[str]] = GROUPS
+    reproduction: Reproduction, sweep: ContextSweep, *, groups: Sequence[Sequence[str]] = CONTEXT_GROUPS
 ) -> dict[str, Any]:
     """Train the models of the paper's two groups, and measure their relative effective context lengths (table 8).
 

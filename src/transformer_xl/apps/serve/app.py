@@ -319,12 +319,11 @@ class _CompletionAnswer:
     text: TextRequest
     body: CompletionBody
     names: TokenNames
-    created: int = field(default_factory=lambda: int(time.time()))
     _echoes: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each job, with `echo`
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
-        return _base(self.text, "cmpl", "text_completion", self.created)
+        return _base(self.text, "cmpl", "text_completion")
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices with which the samples of a job begin: with `echo`, the prompt."""
@@ -373,12 +372,11 @@ class _ChatAnswer:
     text: TextRequest
     body: ChatBody
     names: TokenNames
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
         kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return _base(self.text, "chatcmpl", kind, self.created)
+        return _base(self.text, "chatcmpl", kind)
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices that say whose message follows."""
@@ -403,10 +401,10 @@ _Answer = _CompletionAnswer | _ChatAnswer
 _Events = AsyncGenerator[tuple[int, list[Event]], None]
 
 
-def _base(text: TextRequest, prefix: str, kind: str, created: int) -> dict[str, Any]:
+def _base(text: TextRequest, prefix: str, kind: str) -> dict[str, Any]:
     """Return what every answer and chunk of a kind has; its id begins with `prefix`."""
     session = {} if text.session is None else {"session": text.session.id}
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    answer_id, created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
     return {"id": answer_id, "object": kind, "created": created, "model": text.served.name, **session}
 
 

@@ -122,7 +122,7 @@ class Engine:
         with self._lock:
             if self._is_stopping or self.error:
                 raise UserError("the server is stopping")
-            waiting = self._num_waiting()
+            waiting = self.num_waiting
             # a request on its own may have more prompts than may wait
             if waiting and waiting + len(jobs) > self.max_waiting:
                 raise QueueFullError
@@ -140,7 +140,7 @@ class Engine:
     def num_waiting(self) -> int:
         """Number of jobs that wait."""
         with self._lock:
-            return self._num_waiting()
+            return sum(map(len, self._waiting.values()))
 
     @property
     def num_running(self) -> int:
@@ -151,9 +151,6 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return not self.num_waiting and not self._running
-
-    def _num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     # The thread
 

@@ -167,7 +167,8 @@ class Sample:
         self.job.sample_lengths[self.index] += 1
         begin = self.num_characters + builder.num_held_back
         self.newest = token.token_id
-        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=self.is_eos(token.token_id)))
+        is_eos = token.token_id in self.job.config.eos_token_ids
+        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=is_eos))
         self.num_characters += len(text)
         self.held.append((begin, token))
         # a stop string and what follows it belong to no text
@@ -180,7 +181,3 @@ class Sample:
         self.held = [] if builder.finish_reason else self.held[len(released) :]
         offsets, tokens = tuple(entry[0] for entry in released), tuple(entry[1] for entry in released)
         return Delta(self.index, text, tokens, offsets, builder.finish_reason)
-
-    def is_eos(self, token_id: int) -> bool:
-        """Return whether a token ends the sequence."""
-        return token_id in self.job.config.eos_token_ids

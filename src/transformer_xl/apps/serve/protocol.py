@@ -99,11 +99,6 @@ class Sampling(Body):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[Any, Any], Field(max_length=0)] | None = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class CompletionBody(Sampling):
     """The body of /v1/completions."""

@@ -69,7 +69,7 @@ def serve(
 
     def loaded_runner() -> RequestRunner:
         loaded = (load(run, device=device, checkpoint=checkpoint) for run in runs)
-        return RequestRunner([ServedModel.create(*pair, config) for pair in zip(names, loaded, strict=True)], config)
+        return RequestRunner([ServedModel(*pair, config) for pair in zip(names, loaded, strict=True)], config)
 
     with listener:
         # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than

@@ -108,7 +108,7 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
     with _damage_reported():
         metadata, shapes = read_metadata(path), read_shapes(path)
     session, served = _described(metadata.get("session", ""), models)
-    state_tensors = {} if session.state is None else served.state_tensors(session.state)
+    state_tensors: dict[str, torch.Tensor] = {} if session.state is None else served.state_tensors(session.state)
     expected = {name: tuple(tensor.shape) for name, tensor in {**state_tensors, **_EMPTY_TENSOR}.items()}
     if shapes != expected:
         raise UserError("the memory in this file has another shape than this model and memory length need")
@@ -162,7 +162,7 @@ def _described(text: str, models: Mapping[str, ServedModel]) -> tuple[Session, S
         except UserError as error:
             problem = error
             continue
-        fields = {**vars(saved), "model": served.name, "memory_length": length}
+        fields: dict[str, Any] = {**vars(saved), "model": served.name, "memory_length": length}
         del fields["weights_sha256"], fields["limits"]
         return Session(**fields), served
     raise problem

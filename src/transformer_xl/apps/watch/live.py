@@ -270,10 +270,8 @@ def _listening_path(path: Path) -> socket.socket:
     before = os.umask(0o177)  # for this user alone
     try:
         server.bind(str(path))
-    except OSError as error:
+    except OSError:
         server.close()
-        if "too long" in str(error):
-            raise UserError(f"{path}: the path of a socket has at most about 100 bytes; give a shorter one") from None
         raise
     finally:
         os.umask(before)

@@ -124,14 +124,11 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".json":
         index = read_checkpoint_json(file)
         shards = index.get("weight_map") if isinstance(index, dict) else None  # weight name -> file name
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise UserError(f"{file} has no weight_map; get it again")
-        if any(Path(shard).suffix == ".json" for shard in shards.values()):
-            raise UserError(f"{file} names another index instead of weights; get it again")
-        if any(Path(shard).name != shard for shard in shards.values()):
-            raise UserError(f"{file} names a file outside its folder; get it again")
+        names = list(shards.values()) if isinstance(shards, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name and not name.endswith(".json") for name in names):
+            raise UserError(f"{file} has no weight_map to files of weights in its folder; get it again")
         weights: dict[str, Tensor] = {}
-        for shard in sorted(set(shards.values())):
+        for shard in sorted(set(names)):
             weights |= _read_weights(file.parent / shard)
         return weights
     if file.suffix == ".bin":
