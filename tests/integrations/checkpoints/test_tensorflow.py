@@ -79,20 +79,12 @@ def test_checkpoint_is_found_by_folder_prefix_or_file(tmp_path: Path) -> None:
         assert tensorflow.read(path).model["n_layers"] == 2
 
 
-def test_newest_of_several_checkpoints_is_read(tmp_path: Path) -> None:
+def test_one_of_several_checkpoints_must_be_named(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "bytes", tmp_path, dirs_exist_ok=True)
     for suffix in ("index", "data-00000-of-00001"):
         shutil.copy(GOLDEN / "words" / f"model.ckpt-17.{suffix}", tmp_path / f"model.ckpt-9.{suffix}")
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # those of the checkpoint `bytes`
+    assert tensorflow.read(tmp_path / "model.ckpt-17").model["cutoffs"] == ()  # those of the checkpoint `bytes`
     assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)  # those of `words`
-    (tmp_path / "model").mkdir()
-    for file in tmp_path.glob("model.ckpt-*"):
-        file.rename(tmp_path / "model" / file.name)
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # `checkpoint` names a file of the subfolder
-    (tmp_path / "model" / "model.ckpt-17.index").rename(tmp_path / "model.ckpt-17.index")
-    (tmp_path / "model" / "model.ckpt-17.data-00000-of-00001").rename(tmp_path / "model.ckpt-17.data-00000-of-00001")
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # the newest one, not the one of the subfolder
-    (tmp_path / "checkpoint").unlink()  # a text file that names the newest checkpoint
     with pytest.raises(UserError, match=r"2 checkpoints; pass one of them, such as .*model.ckpt-9"):
         tensorflow.read(tmp_path)
 

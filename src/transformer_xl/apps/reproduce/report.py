@@ -137,7 +137,7 @@ def context_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
     """Return a table for each group of models, as rows under CONTEXT_COLUMNS; each cell has a length for each seed.
 
     Args:
-        groups: the results of each group and seed, as returned by `EffectiveContext.as_dict`.
+        groups: the results of each group and seed, as returned by `measure_context`.
     """
     by_names: dict[tuple[str, ...], list[list[Mapping[str, Any]]]] = {}
     for group in groups:

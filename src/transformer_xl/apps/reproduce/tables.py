@@ -113,7 +113,7 @@ def reproduce_context(
                 cost = sum(model.cost(sweep) for model in models)
                 say(f"seed {seed}: {', '.join(names)} process {cost:,} tokens in {len(sweep.contexts)} contexts")
                 with ProgressBar("context", cost, "tokens") as bar:
-                    results = measure_context(models, tokens_K, sweep, bar.advance).as_dict()
+                    results = measure_context(models, tokens_K, sweep, bar.advance)
                 group = {"trained_with_seed": seed, **results}
             measured.append(group)
             write_results(reproduction.path, "context", values)

@@ -55,9 +55,6 @@ _NO_LENGTHS = (
 _NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a text (tr -d '\\n') before evaluation"
 # suffix of a checkpoint's files; their path without it is the checkpoint's prefix
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
-# the line of the text file `checkpoint` that names the newest checkpoint
-_MAX_STATE = 2**20  # characters of that file to read; the newest checkpoint is named in the first line
-_NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
 
 def recognizes(path: Path) -> bool:
@@ -89,25 +86,12 @@ def read(path: Path) -> ImportedModel:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Return the prefixes of the checkpoints at a path, sorted.
-
-    A folder and its subfolder `model` can contain a text file `checkpoint`. If it names the newest of the checkpoints
-    next to it, or the one in the folder names one in `model`, only that one is returned.
-    """
+    """Return the prefixes of the checkpoints at a path: of a folder, those in it and in its subfolder `model`."""
     if not path.is_dir() and path.name != "checkpoint":
         prefix = path.with_name(_SUFFIX.sub("", path.name))
         return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
     folder = path if path.is_dir() else path.parent
-    prefixes: list[Path] = []
-    newest: set[Path] = set()
-    for parent in (folder, folder / "model"):
-        prefixes += sorted(file.with_suffix("") for file in parent.glob("*.index"))
-        if (state := parent / "checkpoint").is_file():
-            with state.open(encoding="utf-8", errors="replace") as text:
-                names = _NEWEST.findall(text.read(_MAX_STATE))
-            newest |= {parent / Path(name).name for name in names}
-    named = [prefix for prefix in prefixes if prefix in newest]
-    return named or [prefix for prefix in prefixes if folder / prefix.name in newest] or prefixes
+    return [file.with_suffix("") for parent in (folder, folder / "model") for file in sorted(parent.glob("*.index"))]
 
 
 class _Variables:
