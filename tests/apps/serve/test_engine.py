@@ -201,7 +201,7 @@ def test_attention_is_that_of_the_analysis(engines, name: str, memory_length: in
         assert isinstance(end, Finished), end
         layers: list[Any] = []
         trace_attention(run.model, job.input_ids, plan, [layers.append])
-        for layer, found_NP in zip(layers[-run.config.model.n_layers :], end.attention_LNP, strict=True):
+        for layer, found_NP in zip(layers[-run.config.model.n_layers :], job.attention_LNP, strict=True):
             expected_NS = layer.terms.probabilities_BNTS[0, :, -1].flip(-1)
             num_distances = found_NP.shape[1]
             torch.testing.assert_close(found_NP, expected_NS[:, :num_distances], atol=1e-5, rtol=1e-4)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -30,7 +30,7 @@ from transformer_xl.apps.serve.answers import (
     finish_reason,
     text_offsets,
 )
-from transformer_xl.apps.serve.jobs import Delta, Event, Finished, joined
+from transformer_xl.apps.serve.jobs import Delta, Event, joined
 from transformer_xl.apps.serve.metrics import resident_bytes
 from transformer_xl.apps.serve.page_files import add_page
 from transformer_xl.apps.serve.protocol import (
@@ -143,19 +143,17 @@ def build_app(runner: RequestRunner) -> FastAPI:
     async def attention(body: AttentionBody, request: Request) -> Response:
         """Return what one token attends to: the probability at each distance, of each layer and head."""
         text = await runner.attention(body, request.state.owner)
-        probabilities: list[Any] = []
-        async for _, news in runner.events(text, request):
-            for event in news:
-                if isinstance(event, Finished) and event.attention_LNP is not None:
-                    rounded_LNP = event.attention_LNP.double().round(decimals=6)
-                    probabilities = await run_in_threadpool(rounded_LNP.tolist)
+        async for _ in runner.events(text, request):
+            pass
         (job,) = text.jobs
+        assert job.attention_LNP is not None
+        rounded_LNP = job.attention_LNP.double().round(decimals=6)
         answer = {
             "object": "attention",
             "model": text.served.name,
             "position": len(job.prompt_ids) - 1,
             "memory_length": job.memory_length,
-            "attention": probabilities,
+            "attention": await run_in_threadpool(rounded_LNP.tolist),
         }
         return await run_in_threadpool(LargeAnswer, answer)
 
@@ -209,7 +207,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, UserError):
         error = ApiError(400, str(error))
     elif isinstance(error, RequestValidationError):
-        error = _explained(error.errors())
+        error = _explained(error.errors()[0])
     elif isinstance(error, ClientDisconnect):
         error = ApiError(CLIENT_CLOSED, "the client has closed the connection")
     elif isinstance(error, HTTPException):
@@ -227,26 +225,20 @@ _EXPECTED = {
 }
 
 
-def _explained(errors: Sequence[Any]) -> ApiError:
+def _explained(error: Any) -> ApiError:
     """Return what is wrong in a body, by the name of the field."""
-    messages: list[str] = []
-    param = None
-    for error in errors[:5]:
-        path = [str(part) for part in error["loc"] if part != "body"]
-        field = next((part for part in path if not part.isdecimal()), "")
-        param = param or field or None
-        if error["type"] == "extra_forbidden":
-            message = f"{'.'.join(path)} is not a field of this request, or is not supported"
-        elif error["type"] == "json_invalid":
-            message, param = "the body is not JSON", None
-        elif error["type"] == "missing":
-            message = f"{'.'.join(path) or 'the body'} is missing"
-        else:
-            # of a union there is an error for each of its types, which says less than this
-            message = f"{field or 'the body'}: {_EXPECTED.get(field, error['msg'])}"
-        if message not in messages:
-            messages.append(message)
-    return ApiError(400, "; ".join(messages)[:1000], param=param)
+    path = [str(part) for part in error["loc"] if part != "body"]
+    name = next((part for part in path if not part.isdecimal()), "")
+    if error["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON")
+    if error["type"] == "extra_forbidden":
+        message = f"{'.'.join(path)} is not a field of this request, or is not supported"
+    elif error["type"] == "missing":
+        message = f"{'.'.join(path) or 'the body'} is missing"
+    else:
+        # of a union there is an error for each of its types, which says less than this
+        message = f"{name or 'the body'}: {_EXPECTED.get(name, error['msg'])}"
+    return ApiError(400, message[:1000], param=name or None)
 
 
 def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
@@ -266,15 +258,7 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
         length = served.check_memory_length(body.memory_length)
         return sessions.create(request.state.owner, served.name, length).as_dict()
 
-    @app.post(
-        "/v1/sessions/import",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-            }
-        },
-    )
+    @app.post("/v1/sessions/import")
     async def import_session(request: Request) -> dict[str, Any]:
         """Make a session from an exported file."""
         with sessions.importing() as received:

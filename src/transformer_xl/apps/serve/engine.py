@@ -42,7 +42,6 @@ READING_SLICE = 128
 """Tokens of prompts that are read between two steps of the sequences that are being generated."""
 
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
-_PATIENCE_SECONDS = 5.0  # for which a job lets those pass that need fewer rows
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
 
@@ -216,8 +215,10 @@ class Engine:
                 self._waiting[owner] = deque(jobs)
                 if not jobs:
                     del self._waiting[owner]
-            while (owner := self._next_owner(free)) is not None:
-                jobs = self._waiting[owner]
+            while self._waiting:
+                owner, jobs = next(iter(self._waiting.items()))
+                if jobs[0].num_samples > free:
+                    break  # others must not go first, or it might wait for ever
                 job = jobs.popleft()
                 free -= job.num_samples
                 admitted.append(job)
@@ -225,21 +226,6 @@ class Engine:
                 if jobs:
                     self._waiting[owner] = jobs  # at the end: the others come first
         return admitted
-
-    def _next_owner(self, free: int) -> str | None:
-        """Return whose job is next for this number of free rows; None: nobody's.
-
-        A job with more samples lets the others go first, but only for a while, or it might wait for ever.
-        """
-        now = time.monotonic()
-        for owner, jobs in self._waiting.items():
-            job = jobs[0]
-            if job.num_samples <= free:
-                return owner
-            job.passed_since = job.passed_since or now
-            if now - job.passed_since >= _PATIENCE_SECONDS:
-                break
-        return None
 
     def _read(self, job: TextJob) -> Iterator[None]:
         """Read the prompt of a job in slices, then let its samples begin; yield between two slices."""
@@ -295,10 +281,10 @@ class Engine:
                 start += num_new
         tokens_BT = torch.tensor([ids[start:]], device=inference.device)
         with inference.computing():
-            attention_LNP = attention_of_last(require_attention_terms(inference.model), tokens_BT, memory)
-        if not bool(attention_LNP.isfinite().all()):
+            job.attention_LNP = attention_of_last(require_attention_terms(inference.model), tokens_BT, memory)
+        if not bool(job.attention_LNP.isfinite().all()):
             raise UserError(_DAMAGED)
-        self._end(job, Finished(None, attention_LNP))
+        self._end(job, Finished(None))
 
     def _score(self, job: TextJob, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
         """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities."""

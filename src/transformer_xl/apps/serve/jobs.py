@@ -57,8 +57,6 @@ class Finished:
 
     state: MemoryState | None
     """The memory after prompt and sample, if the job keeps it."""
-    attention_LNP: Tensor | None = None
-    """The attention of the last token by layer, head and distance, if the job asks for it."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,9 @@ class TextJob:
 
     prompt_tokens: list[ScoredToken] = field(default_factory=list)
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
+    attention_LNP: Tensor | None = None
+    """The attention of the last token of the prompt by layer, head and distance, once it is computed."""
     is_cancelled: threading.Event = field(default_factory=threading.Event)
-    passed_since: float | None = None
-    """When it was its turn for the first time, without enough rows for its samples; `time.monotonic`."""
 
     num_generated: int = 0
     """Number of tokens that were generated for all samples."""
