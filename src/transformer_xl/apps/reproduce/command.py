@@ -179,7 +179,7 @@ def speed(
 
 
 @reproduce.command(name="all")
-def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enwik8-24l") -> None:
+def everything(*, scale: ScaleOptions = _DEFAULT_SCALE) -> None:
     """Make all of the paper's tables and plots in one folder, with one report.
 
     Takes about three hours on two CPU cores.
@@ -190,10 +190,8 @@ def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enw
     ----------
     scale
         What is trained, and how much of it.
-    speed_recipe
-        Recipe with the model sizes at which the speed of evaluation is measured.
     """
     reproduction = scale.open()
     from transformer_xl.apps.reproduce import tables
 
-    print(f"report: {tables.reproduce_all(reproduction, speed_recipe=speed_recipe)}")
+    print(f"report: {tables.reproduce_all(reproduction)}")

@@ -25,6 +25,7 @@ from transformer_xl.apps.serve.protocol import ApiError
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _OPEN_PATHS = ("/", "/health")  # need no key: they say nothing about models or sessions
+_MAX_BODY_BYTES = 2**23  # of a JSON body
 _BODY_SECONDS = 30  # within which a body must have arrived
 
 
@@ -36,8 +37,6 @@ class GuardSettings:
     """Names in the header Host, without a port."""
     keys: Sequence[str] = ()
     """API keys; empty: none is needed."""
-    max_body_bytes: int = 2**23
-    """Bound of a JSON body."""
     max_import_bytes: int = 2**23
     """Bound of the file of a session."""
 
@@ -116,7 +115,7 @@ class Guard:
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
         is_import = scope["path"] == "/v1/sessions/import"
-        limit = self._settings.max_import_bytes if is_import else self._settings.max_body_bytes
+        limit = self._settings.max_import_bytes if is_import else _MAX_BODY_BYTES
         if int(headers.get("content-length", 0)) > limit:
             raise _too_large(limit)
         receive = _bounded(receive, limit)

@@ -158,7 +158,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     hosts = {*LOOPBACK_HOSTS, *(name.lower() for name in config.allowed_host)}
     if config.host not in ("0.0.0.0", "::"):
         hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
-    return GuardSettings(hosts, keys, config.max_body_bytes)
+    return GuardSettings(hosts, keys)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
