@@ -15,8 +15,8 @@ import pytest
 from refusals import NO_RECIPE, assert_refused, do, error_of, files, no_file_larger_than, txl
 
 from transformer_xl import Corpus, EvaluationPlan, load
+from transformer_xl.apps.analyze.attention import loss_by_distance, with_documents
 from transformer_xl.apps.analyze.attention_maps import AttentionMeans, trace_attention
-from transformer_xl.apps.analyze.loss_by_distance import loss_by_distance, with_documents
 from transformer_xl.evaluation.attention_by_distance import require_attention_terms
 from transformer_xl.evaluation.plan import TokenizedText
 from transformer_xl.model.memory import ContextLimits

@@ -40,8 +40,6 @@ class Scale:
     """Number of test tokens to score, from the start of the test text. [default: 16384; with --smoke 512]"""
     smoke: bool = False
     """Train tiny models for a few steps, to try everything out in minutes."""
-    workers: Annotated[int | None, Integer] = None
-    """Number of training processes at a time. [default: one for each core; on a GPU one]"""
     device: str = "auto"
     """cuda, mps or cpu; auto: the fastest that is available."""
     model: ModelFlags | None = None
