@@ -38,9 +38,6 @@ STYLES = (
     (GREY, "x", "--"),
 )
 NOT_MEASURED = "Not measured."
-REPORT = HERE.parent / "src" / "transformer_xl" / "apps" / "reproduce" / "equal_time.json"
-REPORT_TEXT = "python-stdlib"  # which the demo trains on
-REPORTED = ("test_bits_per_token", "range", "seeds", "parameters", "steps")
 Results = dict[str, Any]
 
 
@@ -208,21 +205,6 @@ def equal_time_tables(text: str, results: Results) -> str:
                 f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
             )
     return "\n".join(lines)
-
-
-def report_tables(results: Results) -> Results:
-    """Return what the report of `txl demo` shows of equal-time-TEXT.json."""
-    machine = results["machine"]
-    return {
-        "machine": f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})",
-        "text": f"the standard library of Python {results['versions']['python']}",
-        "test_tokens": results["test_tokens"],
-        "tables": {
-            seconds: [{"name": contestant(row).replace("`", ""), **{key: row[key] for key in REPORTED}} for row in rows]
-            for seconds, rows in results["tables"].items()
-            if len(rows) > 1
-        },
-    }
 
 
 def serving_table(name: str, results: Results) -> str:
@@ -429,8 +411,6 @@ def main() -> None:
         ]
         text = with_table(document.read_text(encoding="utf-8"), name, "\n\n".join(sections) or NOT_MEASURED)
         document.write_text(text, encoding="utf-8")
-    report = report_tables(json.loads((args.results / f"equal-time-{REPORT_TEXT}.json").read_text(encoding="utf-8")))
-    REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

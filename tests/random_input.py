@@ -63,8 +63,8 @@ RIGHT: dict[str, list[str]] = {
     "--stop": ["e", "\n", ""], "--split": ["train", "valid", "test", "Test"], "--device": ["cpu", "cuda", "mps", ""],
     "--tokenizer": ["byte", "char", "word", "bpe", "integer", "corpus", "words", "run", "words/txl_tokenizer.json"],
     "--sweep-memory-length": ["0,3", "5", "0,a", "3,,5", "-1"], "--sweep-attention-window": ["2,5", "0", "5,5"],
-    "--heads": ["0:0", "1:1,0:1", "9:9", "a", "0"], "--seeds": ["1", "1,1", "0", "a"], "--fractions": ["0.1,1", "2"],
-    "--attention-windows": ["3,5", "0", "none"], "--segment-lengths": ["3", "0", "3,x"], "--speed-recipe": ["tiny"],
+    "--heads": ["0:0", "1:1,0:1", "9:9", "a", "0"], "--seeds": ["1", "1,1", "0", "a"],
+    "--attention-windows": ["3,5", "0", "none"], "--segment-lengths": ["3", "0", "3,x"],
     "--model.cutoffs": ["5,20", "auto", "none", "20,5", "0", "5,5", "900"],
     "--model.attn-implementation": ["auto", "sdpa", "cpu", "reference", "triton", "x"],
 }  # fmt: skip

@@ -101,7 +101,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
             torch.save(nvidia, "nvidia/checkpoint_best.pt")
         shutil.copytree(FIXTURES.parent / "golden" / "tensorflow" / "words", "tensorflow/model")
         Path("tensorflow/data").mkdir()
-        Path("tensorflow/data/corpus-info.json").write_text(json.dumps({"vocab_size": 61, "dataset": "wt103"}))
         with old_modules():
             vocabulary = pickle.dumps(old_corpus([f"w{index}" for index in range(61)]), 2)
         Path("tensorflow/data/cache.pkl").write_bytes(vocabulary.replace(b"cutils.vocabulary\n", b"cvocabulary\n"))
@@ -313,8 +312,7 @@ FILES = [
     Damaged("nvidia/checkpoint_best.pt", [CONVERT.format("nvidia")]),
     *(Damaged(f"tensorflow/model/{name}", [CONVERT.format("tensorflow")])
       for name in ("model.ckpt-17.index", "model.ckpt-17.data-00000-of-00001")),
-    *(Damaged(f"tensorflow/{name}", [CONVERT.format("tensorflow")], is_checked=False)
-      for name in ("model/checkpoint", "data/cache.pkl", "data/corpus-info.json")),
+    Damaged("tensorflow/data/cache.pkl", [CONVERT.format("tensorflow")], is_checked=False),
     *(Damaged(f"reports/{name}.json", ["reproduce speed run --smoke --out reports"], is_json=True, is_checked=False,
               may_change=("reports",)) for name in ("ablation", "context")),
 ]  # fmt: skip

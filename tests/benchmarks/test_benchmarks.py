@@ -245,8 +245,3 @@ def test_tables_are_replaced_between_their_comments():
     assert chart.with_table(once, "gpu", "old") == text
     with pytest.raises(AssertionError, match="comments of kernels exactly once"):
         chart.with_table(text, "kernels", "")
-
-
-def test_the_package_has_the_equal_time_results_that_its_report_shows() -> None:
-    results = json.loads((chart.HERE / "results" / f"equal-time-{chart.REPORT_TEXT}.json").read_text(encoding="utf-8"))
-    assert json.loads(chart.REPORT.read_text(encoding="utf-8")) == chart.report_tables(results)

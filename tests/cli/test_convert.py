@@ -64,7 +64,7 @@ def test_model_of_plain_ids_converts_evaluates_and_goes_back(tmp_path: Path) -> 
     assert len(generated.split()) == 9
     assert all(0 <= int(word) < 23 for word in generated.split())
     back = txl("convert", run, tmp_path / "back", "--to", "huggingface-4.37", "--json").object
-    assert "TransfoXL has no integer tokenizer: encode text with" in back["notes"][-1]
+    assert "(integer) does: encode text with" in back["notes"][-1]
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] is None
     assert txl("convert", tmp_path / "back", tmp_path / "again", "--tokenizer", "integer").status == 0
     for name in ("model.safetensors", "txl_tokenizer.json"):

@@ -136,13 +136,6 @@ def test_pipeline_continues_words_after_a_space(tmp_path: Path) -> None:
     assert text == write.tokenizer.decode(expected_BT[0])
 
 
-def test_other_tasks_are_refused(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
-    with pytest.raises(ValueError, match="predicts the next token, not masked ones; use pipeline"):
-        pipeline("fill-mask", model=str(tmp_path / "hub"))
-
-
 def trained_adapter(folder: Path, **arguments: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     """Train a LoRA of the run in `folder`; return it with its tokenizer and the weights before."""
     model, tokenizer = from_run(folder / "run")

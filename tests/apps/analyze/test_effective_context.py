@@ -17,11 +17,12 @@ import pytest
 import torch
 from model_configs import model_config
 
+from transformer_xl.apps.analyze import effective_context
 from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.apps.analyze.effective_context import (
-    EffectiveContext,
     Gains,
     GroupModel,
+    context_results,
     draw_positions,
     measure_context,
 )
@@ -92,16 +93,15 @@ def gains_in_loops(losses_ICP: npt.NDArray[np.float64], fraction: float) -> list
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.37, 0.5, 1.0])
-def test_gains_and_lengths_equal_the_papers_definition(fraction: float) -> None:
-    sweep = ContextSweep(
-        min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05, fractions=(fraction,)
-    )
+def test_gains_and_lengths_equal_the_papers_definition(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effective_context, "FRACTIONS", (fraction,))
+    sweep = ContextSweep(min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05)
     lengths = set[tuple[int, bool]]()  # effective lengths, and whether a gain fell below the threshold
     for seed in range(5):
         losses_ICP = decreasing_losses(seed)
         # the losses are given, so the models are only three entries of the group
-        context = EffectiveContext(sweep, (group_model("lstm"),) * 3, np.arange(29), losses_ICP, (0.0,) * 3)
-        for model, gains in zip(context.as_dict()["models"], gains_in_loops(losses_ICP, fraction), strict=True):
+        results = context_results(sweep, (group_model("lstm"),) * 3, np.arange(29), losses_ICP, (0.0,) * 3)
+        for model, gains in zip(results["models"], gains_in_loops(losses_ICP, fraction), strict=True):
             result = model["fractions"][f"{fraction:g}"]
             assert result["gains"] == pytest.approx(gains, rel=0, abs=1e-12)
             # the contexts are 5, 12, ..., 40
@@ -183,22 +183,19 @@ def test_positions_are_distinct_and_have_the_context_before_them() -> None:
 
 
 def test_results_equal_separate_measurements() -> None:
-    sweep = ContextSweep(
-        min_context=3, context_step=5, max_context=14, num_positions=17, fractions=(0.25, 1.0), threshold=1e-9
-    )
+    sweep = ContextSweep(min_context=3, context_step=5, max_context=14, num_positions=17, threshold=1e-9)
     models, progress = [group_model("lstm"), group_model("learned")], []
-    measured = measure_context(models, text(61), sweep, progress.append)
-    results = measured.as_dict()
+    results = measure_context(models, text(61), sweep, progress.append)
     assert results["contexts"] == [3, 8, 13]
     assert results["positions"] == draw_positions(sweep, 61).tolist()
-    assert results["baseline"]["0.25"]["num_positions"] == 4
+    assert results["baseline"]["0.1"]["num_positions"] == 2
     lstm, learned = results["models"]
     # 17 positions; the model with learned positions sees at most the 7 tokens of a segment
     assert (lstm["tokens_read"], learned["tokens_read"]) == (17 * (3 + 8 + 13), 17 * (3 + 7 + 7))
     assert sum(progress) == lstm["tokens_read"] + learned["tokens_read"]
     assert (lstm["name"], lstm["max_visible_tokens"], learned["max_visible_tokens"]) == ("lstm", None, SEGMENT)
     for model, result in zip(models, (lstm, learned), strict=True):
-        means = [model.losses(text(61), measured.positions_P, context).mean() for context in sweep.contexts]
+        means = [model.losses(text(61), np.array(results["positions"]), context).mean() for context in sweep.contexts]
         assert result["nats_per_token"] == pytest.approx(means, rel=0, abs=1e-12)
     further, before = lstm["fractions"]["1"]["further_nats_per_token"], results["baseline"]["1"]["nats_per_token"]
     expected = [1 - math.exp(after - first) for after, first in zip(further, before, strict=True)]

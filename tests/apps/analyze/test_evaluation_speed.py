@@ -32,10 +32,8 @@ def test_flops_ratio_equals_counted_flops(clamp):
 
 
 def test_both_models_are_timed_in_turns(capsys):
-    comparison = SpeedComparison(
-        attention_windows=(5, 7), segment_lengths=(2, 3), repeats=2, clamp_length=None, dtype="float32"
-    )
-    measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
+    comparison = SpeedComparison(attention_windows=(5, 7), segment_lengths=(2, 3), repeats=2, dtype="float32")
+    measurement = SpeedMeasurement(SMALL, comparison, None, torch.device("cpu"))
     # vanilla: 7 position embeddings in each layer; memory: r_proj in each layer, and one pair of attention biases
     difference = measurement.num_vanilla_parameters - measurement.num_parameters
     assert difference == 2 * 14 * 7 - (2 * 14 * 10 + 2 * 2 * 5)
@@ -51,7 +49,7 @@ def test_both_models_are_timed_in_turns(capsys):
 
 def test_vanilla_model_runs_both_attention_kernels():
     comparison = SpeedComparison(attention_windows=(6,), dtype="float32")
-    measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
+    measurement = SpeedMeasurement(SMALL, comparison, None, torch.device("cpu"))
     kernels = {}  # names of the operators that torch called
     for predict in (measurement.predict_window, measurement.predict_window_stored):
         with torch.inference_mode(), torch.profiler.profile() as profile:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from token_losses import token_nats
 
-from transformer_xl.apps.analyze.loss_by_distance import loss_by_distance, with_documents
+from transformer_xl.apps.analyze.attention import loss_by_distance, with_documents
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 

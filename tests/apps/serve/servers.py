@@ -32,7 +32,7 @@ __all__ = ["make_run", "running"]
 def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Client, RequestRunner]]:
     """Run a server of these runs; yield a client with its address, and what runs the requests."""
     config = ServerConfig(**settings)
-    runner = RequestRunner([ServedModel.create(name, run, config) for name, run in runs.items()], config)
+    runner = RequestRunner([ServedModel(name, run, config) for name, run in runs.items()], config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = guarded_app(runner, guard_settings(config))
         settings_ = uvicorn.Config(app, http=BoundedProtocol, log_level="critical")

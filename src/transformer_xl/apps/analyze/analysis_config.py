@@ -10,13 +10,12 @@ from transformer_xl.config.settings import INT32_MAX, Settings
 
 
 def _split(value: Any) -> Any:
-    """Split several numbers in one string, such as `0.1,0.5`, as a flag gives them."""
+    """Split several numbers in one string, such as `128,256`, as a flag gives them."""
     return value.split(",") if isinstance(value, str) else value
 
 
 _Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 _Counts = Annotated[tuple[_Count, ...], BeforeValidator(_split), Field(min_length=1)]
-_Fractions = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split), Field(min_length=1)]
 
 
 class ContextSweep(Settings):
@@ -35,17 +34,12 @@ class ContextSweep(Settings):
     """Number of positions drawn from the text; each has as many tokens before it as the upper limit of the context."""
     seed: int = Field(default=1, ge=0, le=INT32_MAX)
     """Seed of the random positions."""
-    fractions: _Fractions = (0.1, 0.5, 1.0)
-    """Fractions of the positions over which losses are averaged: the paper's r. At each context, the
-    positions with the largest loss are chosen, where the loss is that of the model that predicts the token best."""
     threshold: float = Field(default=0.01, gt=0, lt=1)
     """The effective length of a model is the first context from which context_step more tokens lower perplexity by a
     smaller fraction than this."""
 
     @model_validator(mode="after")
     def _check_sweep(self) -> Self:
-        if len({f"{fraction:g}" for fraction in self.fractions}) < len(self.fractions):
-            raise ValueError(f"fractions {', '.join(map(str, self.fractions))}: give each number once")
         if len(self.contexts) < 2:
             start = self.min_context or self.context_step
             raise ValueError(
@@ -73,9 +67,6 @@ class SpeedComparison(Settings):
     a sliding window; several are separated by commas."""
     segment_lengths: _Counts = (128, 256, 512, 1024, 2048)
     """Segment lengths of the model with memory, separated by commas; the fastest is reported."""
-    clamp_length: _Count | Literal["auto"] | None = "auto"
-    """Distances between query and key above this are encoded as this one by the model with memory; none: no limit;
-    auto: the clamp_length of evaluation in the recipe or run that sets the sizes of both models."""
     repeats: _Count = 3
     """How often each model is timed, one after the other in turns; medians are reported."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,16 +1,17 @@
-"""Analyze what the heads of a run attend to, for `txl analyze attention`.
+"""Analyze what the heads of a run attend to, and how the loss falls from a document's start: `txl analyze attention`.
 
 The results are plots, an interactive page and the plotted values, in one folder. The attention terms are the four
 summands of an attention score; `attention_maps.py` defines them.
 
-Shape suffixes: L layers, N heads, P distances between query and key, K tokens of the text.
+Shape suffixes: L layers, N heads, P distances between query and key, K tokens of the text, G groups of distances, X
+document starts and the end of the text.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ from transformer_xl.apps.analyze.attention_maps import (
     trace_attention,
 )
 from transformer_xl.apps.analyze.attention_page import attention_page, choose_page_tokens, token_texts
-from transformer_xl.apps.analyze.loss_by_distance import loss_by_distance, with_documents
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.attention_by_distance import require_attention_terms
-from transformer_xl.evaluation.evaluate import check_token_ids
-from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.evaluation.evaluate import check_token_ids, stream_losses
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
+from transformer_xl.inference import TokenModel
 from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.run import load_run
 from transformer_xl.run_folder import RunFolder
@@ -43,7 +44,7 @@ from transformer_xl.text.tokenizers import to_bytes
 DEFAULT_TOKENS = 8192
 """Default number of tokens to process."""
 _PAPER_DISTANCE = 640  # the largest distance in the paper's plots
-_MAX_HEADS = 24  # maximum number of lines that readers can tell apart in one plot
+_MIN_CHUNKS = 8  # with fewer chunks of a text, the mean loss near a start would be too noisy
 _MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
 
 
@@ -169,16 +170,82 @@ def analyze_attention(
     return values
 
 
+def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
+    """Split a text that is a single document into chunks of equal length, and treat each chunk as a document.
+
+    A chunk is twice as long as memory and a segment together, so that the plot extends beyond the tokens that see the
+    start of the chunk. It is shorter if there would be fewer than eight chunks.
+
+    Returns:
+        The text with its document starts, and the chunk length in tokens; or the text unchanged and None if it has
+        several documents.
+    """
+    if len(text.boundaries(reset_memory=True)) > 2:
+        return text, None
+    num_tokens, max_length = len(text.tokens_K), 2 * (plan.context_limits.memory_length + plan.segment_length)
+    chunk_length = max(1, min(max_length, num_tokens // _MIN_CHUNKS))
+    return TokenizedText(text.tokens_K, text.bos_token_id, np.arange(0, num_tokens, chunk_length)), chunk_length
+
+
+def loss_by_distance(
+    model: TokenModel,
+    text: TokenizedText,
+    plan: EvaluationPlan,
+    *,
+    reset_memory: bool,
+    progress: ProgressCallback | None = None,
+) -> list[dict[str, Any]]:
+    """Score a text, and group the losses by distance from the start of their document.
+
+    Args:
+        model: as for `stream_losses`.
+        text: the text, with the positions where its documents start.
+        plan: how the text is scored; its `reset_memory` is replaced.
+        reset_memory: whether memory is reset at the start of each document, or continues; the groups are the same.
+        progress: called with the number of tokens scored since the last call.
+
+    Returns:
+        A dictionary for each group, for JSON: the largest distance, the number of tokens, the mean loss in nats per
+        token, and its standard error, which takes tokens as independent and is None for a group of one token. The
+        groups are distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1.
+
+    Raises:
+        UserError: weights are not finite.
+    """
+    boundaries_X = text.boundaries(reset_memory=True)
+    max_distance_G = 2 ** np.arange((int(np.diff(boundaries_X).max()) - 1).bit_length() + 1)
+    count_G, sum_G, square_sum_G = (np.zeros(len(max_distance_G)) for _ in range(3))
+    for part in stream_losses(model, text, replace(plan, reset_memory=reset_memory), progress):
+        position_K = np.arange(part.position, part.position + len(part.nats_K))
+        start_K = boundaries_X[np.searchsorted(boundaries_X, position_K, side="right") - 1]
+        group_K = np.searchsorted(max_distance_G, position_K - start_K + 1)
+        losses_K = part.nats_K.astype(np.float64)
+        for total_G, weight_K in ((count_G, None), (sum_G, losses_K), (square_sum_G, losses_K**2)):
+            total_G += np.bincount(group_K, weight_K, minlength=len(total_G))
+    mean_G = sum_G / count_G
+    variance_G = np.maximum(square_sum_G / count_G - mean_G**2, 0)
+    error_G = np.sqrt(variance_G / np.where(count_G > 1, count_G - 1, np.nan))  # with count - 1 degrees of freedom
+    return [
+        {
+            "up_to_distance": distance,
+            "tokens": int(count),
+            "nats_per_token": mean,
+            "standard_error": None if np.isnan(error) else error,
+        }
+        for distance, count, mean, error in zip(
+            *(column_G.tolist() for column_G in (max_distance_G, count_G, mean_G, error_G)), strict=True
+        )
+    ]
+
+
 def _check_heads(heads: Sequence[plots.Head], shape: tuple[int, int]) -> None:
-    """Check that the heads exist in a model of this many layers and heads, and fit into one plot."""
+    """Check that the heads exist in a model of this many layers and heads."""
     for head in heads:
         for name, number, count in zip(("layer", "head"), head, shape, strict=True):
             if not 0 <= number < count:
                 raise UserError(
                     f"heads {head[0]}:{head[1]}: {name} {number} does not exist; valid are 0 to {count - 1}"
                 )
-    if len(heads) > _MAX_HEADS:
-        raise UserError(f"heads names {len(heads)} heads; plot at most {_MAX_HEADS}; the page contains all")
 
 
 def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
@@ -191,13 +258,9 @@ def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | 
         plan = EvaluationPlan.resolve(run, config.model_copy(update={"memory_length": max_distance}))
     farthest = num_visible_distances(plan) - 1
     if max_distance > farthest:
-        window, memory = plan.context_limits.attention_window, plan.context_limits.memory_length
-        if window is not None and window <= max_distance:
-            reason, advice = f"attention window {window:,}", f"attention window {max_distance + 1} or none"
-        else:
-            reason, advice = f"memory length {memory:,}", f"memory length {max_distance}"
         raise UserError(
-            f"max_distance {max_distance:,}: with {reason} no token sees farther than {farthest:,} back; set {advice}"
+            f"max_distance {max_distance:,}: no token sees farther than {farthest:,} back; raise memory_length or "
+            "attention_window"
         )
     return plan
 

@@ -92,18 +92,14 @@ def choose_page_tokens(shape: tuple[int, int], num_tokens: int, requested: int |
     Raises:
         UserError: `requested` is more than the text has, or than fit into a page.
     """
-    bytes_per_pair = 2 * 2 * math.prod(shape)  # of each head two terms, with 2 bytes each
-    max_pairs = MAX_BYTES // bytes_per_pair
+    max_pairs = MAX_BYTES // (2 * 2 * math.prod(shape))  # of each head two terms, with 2 bytes each
     max_tokens = (math.isqrt(8 * max_pairs + 1) - 1) // 2  # the largest Q with Q (Q + 1) / 2 <= max_pairs
     if requested is None:
         return max(1, min(max_tokens, DEFAULT_TOKENS, num_tokens))
-    if requested > num_tokens:
-        raise UserError(f"page_tokens {requested:,}: the text has {pluralize(num_tokens)}; give at most that many")
-    if requested > max_tokens:
-        size = f"{requested * (requested + 1) // 2 * bytes_per_pair / 2**20:,.0f} MiB"
+    if requested > min(num_tokens, max_tokens):
         raise UserError(
-            f"page_tokens {requested:,}: the terms of {shape[0]} x {shape[1]} heads would take {size} of the page; "
-            f"give at most {max_tokens:,}"
+            f"page_tokens {requested:,}: the text has {pluralize(num_tokens)}, and a page has room for {max_tokens:,} "
+            f"with {shape[0]} x {shape[1]} heads; give fewer"
         )
     return requested
 

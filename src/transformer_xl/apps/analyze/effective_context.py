@@ -50,6 +50,9 @@ _MEMORY_BYTES = 2**29  # maximum size of the memory of one batch
 
 Losses = npt.NDArray[np.float64]
 
+FRACTIONS = (0.1, 0.5, 1.0)
+"""The paper's r: fractions of the positions, those that are hardest to predict, over which losses are averaged."""
+
 
 def draw_positions(sweep: ContextSweep, num_tokens: int) -> npt.NDArray[np.int64]:
     """Draw the positions t whose tokens are predicted, without replacement, in ascending order; shape (P,).
@@ -180,68 +183,68 @@ class Gains:
         return Gains(num_chosen, baseline_C, further_IC, 0.0 - np.expm1(further_IC - baseline_C))
 
 
-@dataclass(frozen=True, eq=False)
-class EffectiveContext:
-    """The losses of a group of models, from which gains and effective lengths are computed."""
+def context_results(
+    sweep: ContextSweep,
+    models: Sequence[GroupModel],
+    positions_P: npt.NDArray[np.int64],
+    losses_ICP: Losses,
+    seconds_I: Sequence[float],
+) -> dict[str, Any]:
+    """Return gains and effective lengths as plain values, for JSON.
 
-    sweep: ContextSweep
-    models: tuple[GroupModel, ...]
-    positions_P: npt.NDArray[np.int64]
-    losses_ICP: Losses
-    """l_i(c, t) of all models, contexts and positions, in nats."""
-    seconds_I: tuple[float, ...]
-    """Time that each model took, in seconds."""
+    Args:
+        sweep: contexts and threshold.
+        models: the models of the group.
+        positions_P: positions of the targets.
+        losses_ICP: l_i(c, t) of all models, contexts and positions, in nats.
+        seconds_I: time that each model took, in seconds.
+    """
+    by_fraction = {f"{fraction:g}": Gains.compute(losses_ICP, fraction) for fraction in FRACTIONS}
+    return {
+        "contexts": list(sweep.contexts),
+        "context_step": sweep.context_step,
+        "threshold": sweep.threshold,
+        "seed": sweep.seed,
+        "positions": positions_P.tolist(),
+        "baseline": {
+            fraction: {"num_positions": gains.num_positions, "nats_per_token": gains.baseline_C.tolist()}
+            for fraction, gains in by_fraction.items()
+        },
+        "models": [
+            {
+                "name": model.name,
+                **(model.weights.as_dict() if model.weights else {}),
+                "parameters": model.model.num_parameters(),
+                "segment_length": model.plan.segment_length,
+                **asdict(model.plan.context_limits),
+                "max_visible_tokens": model.max_visible_tokens,
+                "tokens_read": model.cost(sweep),
+                "seconds": seconds_I[index],
+                "nats_per_token": losses_ICP[index].mean(axis=-1).tolist(),
+                "fractions": {
+                    fraction: {
+                        **_effective_length(sweep, model, gains.gains_IC[index]),
+                        "further_nats_per_token": gains.further_IC[index].tolist(),
+                        "gains": gains.gains_IC[index].tolist(),
+                    }
+                    for fraction, gains in by_fraction.items()
+                },
+            }
+            for index, model in enumerate(models)
+        ],
+    }
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return all results as plain values, for JSON."""
-        sweep = self.sweep
-        by_fraction = {f"{fraction:g}": Gains.compute(self.losses_ICP, fraction) for fraction in sweep.fractions}
-        return {
-            "contexts": list(sweep.contexts),
-            "context_step": sweep.context_step,
-            "threshold": sweep.threshold,
-            "seed": sweep.seed,
-            "positions": self.positions_P.tolist(),
-            "baseline": {
-                fraction: {"num_positions": gains.num_positions, "nats_per_token": gains.baseline_C.tolist()}
-                for fraction, gains in by_fraction.items()
-            },
-            "models": [self._model_dict(index, by_fraction) for index in range(len(self.models))],
-        }
 
-    def _model_dict(self, index: int, by_fraction: Mapping[str, Gains]) -> dict[str, Any]:
-        model = self.models[index]
-        return {
-            "name": model.name,
-            **(model.weights.as_dict() if model.weights else {}),
-            "parameters": model.model.num_parameters(),
-            "segment_length": model.plan.segment_length,
-            **asdict(model.plan.context_limits),
-            "max_visible_tokens": model.max_visible_tokens,
-            "tokens_read": model.cost(self.sweep),
-            "seconds": self.seconds_I[index],
-            "nats_per_token": self.losses_ICP[index].mean(axis=-1).tolist(),
-            "fractions": {
-                fraction: {
-                    **self._effective_length(model, gains.gains_IC[index]),
-                    "further_nats_per_token": gains.further_IC[index].tolist(),
-                    "gains": gains.gains_IC[index].tolist(),
-                }
-                for fraction, gains in by_fraction.items()
-            },
-        }
-
-    def _effective_length(self, model: GroupModel, gains_C: Losses) -> dict[str, Any]:
-        """Return the effective length, and whether it is exact; if no gain is below the threshold, it may be longer."""
-        contexts = self.sweep.contexts
-        for context, gain in zip(contexts, gains_C, strict=False):
-            if gain < self.sweep.threshold:
-                return {"effective_context_tokens": model.num_inputs(context), "fell_below_threshold": True}
-        return {"effective_context_tokens": contexts[-1], "fell_below_threshold": False}
+def _effective_length(sweep: ContextSweep, model: GroupModel, gains_C: Losses) -> dict[str, Any]:
+    """Return the effective length, and whether it is exact; if no gain is below the threshold, it may be longer."""
+    for context, gain in zip(sweep.contexts, gains_C, strict=False):
+        if gain < sweep.threshold:
+            return {"effective_context_tokens": model.num_inputs(context), "fell_below_threshold": True}
+    return {"effective_context_tokens": sweep.contexts[-1], "fell_below_threshold": False}
 
 
 def format_length(result: Mapping[str, Any]) -> str:
-    """Return an effective length for a table, from an entry of `fractions` in `EffectiveContext.as_dict`."""
+    """Return an effective length for a table, from an entry of `fractions` in the results of `measure_context`."""
     return f"{'' if result['fell_below_threshold'] else '>= '}{result['effective_context_tokens']:,}"
 
 
@@ -291,7 +294,7 @@ def load_group(
 
 def measure_context(
     models: Sequence[GroupModel], tokens_K: Tokens, sweep: ContextSweep, progress: ProgressCallback | None = None
-) -> EffectiveContext:
+) -> dict[str, Any]:
     """Measure the relative effective context length of each model of a group, at the same positions of one text.
 
     All contexts are computed, even those beyond the effective length, because the plot of gains needs them.
@@ -315,4 +318,4 @@ def measure_context(
         for losses_P, context in zip(losses_CP, sweep.contexts, strict=True):
             losses_P[:] = model.losses(tokens_K, positions_P, context, progress)
         seconds.append(time.perf_counter() - start)
-    return EffectiveContext(sweep, tuple(models), positions_P, losses_ICP, tuple(seconds))
+    return context_results(sweep, models, positions_P, losses_ICP, seconds)

@@ -36,16 +36,13 @@ from transformer_xl.config import (
     run_settings,
 )
 from transformer_xl.device import (
-    MemoryUse,
     choose_device,
     environment,
-    require_memory,
     resolve_dtype,
     set_threads,
 )
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.sizes import min_cache, min_parameters
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder
 
@@ -81,18 +78,16 @@ def compare_speed(
         config = RunFolder.open(model).config
     else:
         config = run_settings(merge_recipe(load_recipe(model), {}), f"recipe {model}")
-    if comparison.clamp_length == "auto":  # the clamp length with which the recipe or run is evaluated
-        clamp_length = config.evaluation.clamp_length or config.model.limit("clamp_length")
-        comparison = comparison.model_copy(update={"clamp_length": clamp_length})
     # cutoffs auto are chosen from a corpus; without one, both models get a softmax over all tokens, without clusters
     sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
     set_threads(threads)
-    measurement = SpeedMeasurement(sizes, comparison, choose_device(device))
+    clamp_length = config.evaluation.clamp_length or config.model.limit("clamp_length")
+    measurement = SpeedMeasurement(sizes, comparison, clamp_length, choose_device(device))
     return {
         "model": model,
         "parameters": measurement.num_parameters,
         "vanilla_parameters": measurement.num_vanilla_parameters,
-        "clamp_length": comparison.clamp_length,
+        "clamp_length": clamp_length,
         "repeats": comparison.repeats,
         "dtype": measurement.dtype,
         **environment(measurement.device),
@@ -130,12 +125,15 @@ def speed_tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 class SpeedMeasurement:
     """The model with memory and the vanilla model, built once, and their timing."""
 
-    def __init__(self, config: ModelConfig, comparison: SpeedComparison, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, comparison: SpeedComparison, clamp_length: int | None, device: torch.device
+    ) -> None:
         """Build both models with random weights.
 
         Args:
             config: settings of the model with memory, whose sizes the vanilla model shares.
-            comparison: what is compared; its `clamp_length` must be resolved (a number or None, not auto).
+            comparison: what is compared.
+            clamp_length: the model with memory encodes larger distances as this one; None: no limit.
             device: the device of both models.
 
         Raises:
@@ -147,34 +145,16 @@ class SpeedMeasurement:
                 "run of transformer-xl"
             )
         torch.manual_seed(1)
-        self.comparison, self.device = comparison, device
+        self.comparison, self.clamp_length, self.device = comparison, clamp_length, device
         self.dtype = resolve_dtype(device, comparison.dtype)
         # no dropout; the vanilla model is Al-Rfou's, as in the paper, without its auxiliary training losses
         shared = {"dropout": 0.0, "attention_dropout": 0.0, "attention_window": None, "clamp_length": None}
         self.config = config.model_copy(update=shared)
         sizes = self.config.model_dump(include=AlRfouConfig.model_fields.keys() - {"architecture"})
         vanilla_config = AlRfouConfig(**sizes, max_position_embeddings=max(comparison.attention_windows))
-        self._require_memory(vanilla_config)
         models = [build_model(one).eval().to(device) for one in (self.config, vanilla_config)]
         self.num_parameters, self.num_vanilla_parameters = (model.num_parameters() for model in models)
         self.memory_model, self.vanilla_model = (prepare_inference(model, comparison.dtype) for model in models)
-
-    def _require_memory(self, vanilla_config: AlRfouConfig) -> None:
-        """Check that both models, the longest memory and the vanilla model's attention scores of a layer can fit."""
-        size = 2 if self.dtype == "bfloat16" else 4
-        window = max(self.comparison.attention_windows)
-        longest, inner = max(self.comparison.segment_lengths), self.config.d_model + self.config.d_ff
-        parameters = min_parameters(self.config) + min_parameters(vanilla_config)
-        uses = [
-            MemoryUse(
-                f"the attention scores or memory of {window:,} tokens",
-                size * max(self.config.n_heads * window**2, min_cache(self.config, window)),
-                "lower attention_windows",
-            ),
-            MemoryUse(f"{parameters:,} parameters of both models", size * parameters, "choose a smaller recipe"),
-            MemoryUse(f"a segment of {longest:,} tokens", size * longest * inner, "lower segment_lengths"),
-        ]
-        require_memory("the comparison", uses, self.device)
 
     def measure(self, window: int) -> dict[str, Any]:
         """Time both models with one attention window.
@@ -185,8 +165,7 @@ class SpeedMeasurement:
             attention; how many times faster memory is than each; the ratio of FLOPs; and the paper's factor for this
             window or None.
         """
-        clamp_length, repeats = self.comparison.clamp_length, self.comparison.repeats
-        assert clamp_length != "auto"
+        clamp_length, repeats = self.clamp_length, self.comparison.repeats
         times: dict[str | int, list[float]] = {}
         with torch.inference_mode():
             vanilla_text = self._random_tokens(window)

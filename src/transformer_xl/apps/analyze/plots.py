@@ -96,7 +96,7 @@ def draw_gains(results: Mapping[str, Any]) -> Figure:
     r, c and g are defined at the top of `effective_context.py`.
 
     Args:
-        results: the return value of `EffectiveContext.as_dict`.
+        results: the return value of `measure_context`.
     """
     fractions = list(results["baseline"])
     figure = Figure(figsize=(1.2 + 4.0 * len(fractions), 4.0), layout="constrained")

@@ -164,14 +164,11 @@ def _ordering_verdict(better: SystemResult, worse: SystemResult, *, smoke: bool)
     digits = DIGITS[better.metric]
     first, second = ([round(score, digits) for score in result.best] for result in (better, worse))
     spread = max(max(scores) - min(scores) for scores in (first, second))
-    conclusion = _conclude(mean(second) - mean(first), spread, len(first), digits, smoke=smoke)
-    return (
-        f"{conclusion}: {mean(better.best):.{digits}f} and {mean(worse.best):.{digits}f}"
-        f"{_spread_note(spread, len(first), digits)}"
-    )
+    figures = f"{mean(better.best):.{digits}f} and {mean(worse.best):.{digits}f}"
+    return _verdict(mean(second) - mean(first), spread, len(first), digits, figures, smoke=smoke)
 
 
-def _conclude(gain: float, spread: float, num_seeds: int, digits: int, *, smoke: bool) -> str:
+def _verdict(gain: float, spread: float, num_seeds: int, digits: int, figures: str, *, smoke: bool) -> str:
     """Return what a comparison shows about a claim of the paper.
 
     Args:
@@ -179,19 +176,18 @@ def _conclude(gain: float, spread: float, num_seeds: int, digits: int, *, smoke:
         spread: largest distance between two seeds.
         num_seeds: number of seeds.
         digits: decimal places of the scores.
+        figures: the scores that are compared.
         smoke: whether the scale is too small for any conclusion.
     """
     if smoke:
-        return "nothing concluded at smoke scale"
-    if num_seeds == 1:
-        return "nothing concluded from one seed"
-    if round(abs(gain) - spread, digits + 2) <= 0:  # rounded, because the subtraction is not exact
-        return "nothing concluded, within the spread of the seeds"
-    return "as in the paper" if gain > 0 else "the opposite of the paper"
-
-
-def _spread_note(spread: float, num_seeds: int, digits: int) -> str:
-    return f" (spread {spread:.{digits}f})" if num_seeds > 1 else ""
+        conclusion = "nothing concluded at smoke scale"
+    elif num_seeds == 1:
+        conclusion = "nothing concluded from one seed"
+    elif round(abs(gain) - spread, digits + 2) <= 0:  # rounded, because the subtraction is not exact
+        conclusion = "nothing concluded, within the spread of the seeds"
+    else:
+        conclusion = "as in the paper" if gain > 0 else "the opposite of the paper"
+    return f"{conclusion}: {figures}" + (f" (spread {spread:.{digits}f})" if num_seeds > 1 else "")
 
 
 def _window_verdict(result: SystemResult, *, smoke: bool) -> tuple[str, str]:
@@ -213,11 +209,9 @@ def _window_verdict(result: SystemResult, *, smoke: bool) -> tuple[str, str]:
         for after, before in zip(result.by_window[window], initial, strict=True)
     ]
     spread = max(gains) - min(gains)
-    conclusion = _conclude(mean(gains) if should_help else -mean(gains), spread, len(gains), digits, smoke=smoke)
-    return claim, (
-        f"{conclusion}: {mean(initial):.{digits}f} at {result.trained_window}, {longer[window]:.{digits}f} at {window}"
-        f"{_spread_note(spread, len(gains), digits)}"
-    )
+    figures = f"{mean(initial):.{digits}f} at {result.trained_window}, {longer[window]:.{digits}f} at {window}"
+    gain = mean(gains) if should_help else -mean(gains)
+    return claim, _verdict(gain, spread, len(gains), digits, figures, smoke=smoke)
 
 
 def table_rows(results: Mapping[str, SystemResult]) -> list[list[str]]:

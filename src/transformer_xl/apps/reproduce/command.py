@@ -40,8 +40,6 @@ class Scale:
     """Number of test tokens to score, from the start of the test text. [default: 16384; with --smoke 512]"""
     smoke: bool = False
     """Train tiny models for a few steps, to try everything out in minutes."""
-    workers: Annotated[int | None, Integer] = None
-    """Number of training processes at a time. [default: one for each core; on a GPU one]"""
     device: str = "auto"
     """cuda, mps or cpu; auto: the fastest that is available."""
     model: ModelFlags | None = None
@@ -137,13 +135,15 @@ def context(
     """
     reproduction = scale.open()
     from transformer_xl.apps.reproduce import tables
-    from transformer_xl.apps.reproduce.context_table import COLUMNS, table_rows
+    from transformer_xl.apps.reproduce.report import CONTEXT_COLUMNS, context_rows
 
     sweep = reproduction.context_sweep(context_step, max_context, num_positions)
     results = tables.reproduce_context(reproduction, sweep)
     seeds = f"{len(reproduction.seeds)} seeds" if len(reproduction.seeds) > 1 else "1 seed"
     title = f"Relative effective context length in tokens, for each of {seeds}"
-    _print_results(results, scale.out, [(title, COLUMNS, rows) for rows in table_rows(results["groups"])], json=json)
+    _print_results(
+        results, scale.out, [(title, CONTEXT_COLUMNS, rows) for rows in context_rows(results["groups"])], json=json
+    )
 
 
 @reproduce.command
@@ -177,7 +177,7 @@ def speed(
 
 
 @reproduce.command(name="all")
-def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enwik8-24l") -> None:
+def everything(*, scale: ScaleOptions = _DEFAULT_SCALE) -> None:
     """Make all of the paper's tables and plots in one folder, with one report.
 
     Takes about three hours on two CPU cores.
@@ -188,10 +188,8 @@ def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enw
     ----------
     scale
         What is trained, and how much of it.
-    speed_recipe
-        Recipe with the model sizes at which the speed of evaluation is measured.
     """
     reproduction = scale.open()
     from transformer_xl.apps.reproduce import tables
 
-    print(f"report: {tables.reproduce_all(reproduction, speed_recipe=speed_recipe)}")
+    print(f"report: {tables.reproduce_all(reproduction)}")

@@ -6,13 +6,11 @@ The text is the source of Python's own standard library, which needs no download
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +183,6 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
             paragraph(
                 f"The same weights, evaluated with different memory lengths on the first {curve[0]['bytes']:,} "
                 "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
-                + _window_text(folder)
             ),
             chart(_memory_chart(curve)),
             table(CURVE_COLUMNS, curve_rows(values)),
@@ -194,7 +191,6 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
                 "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
             ),
             sample(PROMPT, values["sample"]),
-            *_equal_time(),
             heading("What to try next"),
             verbatim(
                 f"txl evaluate {quoted(folder.path)} --sweep-memory-length 0,64,256,1024\n"
@@ -204,43 +200,6 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
             ),
         ],
     )
-
-
-def _window_text(folder: RunFolder) -> str:
-    """Return what the attention window of evaluation does to longer memories; empty without one."""
-    window = folder.config.evaluation.attention_window
-    return (
-        "" if window is None else f" A byte attends to {window:,} bytes at most: a memory beyond them changes nothing."
-    )
-
-
-def _equal_time() -> list[str]:
-    """Return the section on what other programs learn from such a text in a given time, as measured elsewhere."""
-    file = resources.files("transformer_xl.apps.reproduce") / "equal_time.json"  # written by benchmarks/chart.py
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    elements = [
-        heading(f"What do other programs learn in {' or '.join(measured['tables'])} seconds?"),
-        paragraph(
-            f"Not measured on this computer, but by benchmarks/equal_time.py on {measured['machine']}: models of "
-            f"different programs, each trained for the same time on {measured['text']}, with settings chosen by "
-            "60-second trainings on another text (and nanoGPT's learning rate again for the longer time). They are "
-            f"scored on the first {measured['test_tokens']:,} bytes of its test text. Lower is better; the range is "
-            "that over seeds."
-        ),
-    ]
-    for seconds, rows in measured["tables"].items():
-        cells = [
-            [
-                row["name"],
-                f"{row['test_bits_per_token']:.3f}",
-                f"{row['range'][0]:.3f} to {row['range'][1]:.3f}" if row["seeds"] > 1 else "one seed",
-                f"{row['parameters']:,}",
-                f"{row['steps']:,}",
-            ]
-            for row in rows
-        ]
-        elements.append(table([f"{seconds} seconds", "bits per byte", "range", "parameters", "steps"], cells))
-    return elements
 
 
 def _facts(training: TrainResult, values: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:

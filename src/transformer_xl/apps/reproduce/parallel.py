@@ -11,10 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformer_xl.config import UserError
@@ -22,7 +23,7 @@ from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar
 
 PROGRAM = (sys.executable, "-m", "transformer_xl")  # the command `txl`
-POLL_SECONDS = 1.0  # time between updates of the progress bar
+POLL_SECONDS = 1.0  # between two looks at the processes
 
 
 @dataclass(frozen=True)
@@ -47,72 +48,6 @@ class Job:
     """Returns how much of `size` is done."""
 
 
-@dataclass
-class _Runner:
-    """Runs jobs, each in a thread that waits for its processes."""
-
-    logs: Path
-    """Folder for the log of each job."""
-    threads: int
-    """Threads of each process."""
-    pass_fds: tuple[int, ...]
-    """File descriptors that the processes inherit, so that the caller's lock of the folder with all runs is held
-    until the last of them has ended."""
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """The running process of each job, by name of the job."""
-    is_stopping: bool = False
-    failure: str | None = None
-    """Why the runner is stopping, if a command has failed."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self, job: Job) -> None:
-        """Run the commands of a job until one fails; do nothing if the runner is stopping."""
-        try:
-            for command in job.commands:
-                if not self._run_command(job.name, command):
-                    return
-        except BaseException:
-            self.stop()
-            raise
-
-    def _run_command(self, name: str, command: Command) -> bool:
-        """Run a command of the job of this name; return whether it succeeded."""
-        log = self.logs / f"{name}.log"
-        with self.lock:
-            if self.is_stopping:
-                return False
-            with log.open("ab") as log_file:
-                log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
-                log_file.flush()
-                begin = log_file.tell()
-                process = self.running[name] = subprocess.Popen(
-                    [*PROGRAM, *command.arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if command.output else log_file,
-                    stderr=log_file,
-                    env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
-                    start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
-                    pass_fds=self.pass_fds,
-                )
-        output, _ = process.communicate()
-        with self.lock:
-            del self.running[name]
-        if process.returncode:
-            self.stop(f"{name} failed: {_reason(process.returncode, log, begin)}; see {log}")
-            return False
-        if command.output:
-            write_text(command.output, output.decode())
-        return True
-
-    def stop(self, failure: str | None = None) -> None:
-        """Ask every process, once, to save a checkpoint and end."""
-        with self.lock:
-            if not self.is_stopping:
-                self.is_stopping, self.failure = True, failure
-                for process in self.running.values():
-                    process.send_signal(signal.SIGTERM)
-
-
 def run_parallel(
     title: str, jobs: Sequence[Job], logs: Path, *, workers: int, threads: int, pass_fds: tuple[int, ...] = ()
 ) -> None:
@@ -124,35 +59,80 @@ def run_parallel(
         logs: folder for the log of each job.
         workers: number of jobs at a time.
         threads: number of threads of each process (OMP_NUM_THREADS).
-        pass_fds: open file descriptors that the processes inherit.
+        pass_fds: file descriptors that the processes inherit, so that the caller's lock of the folder with all runs is
+            held until the last of them has ended.
 
     Raises:
         UserError: a job failed; the others were stopped and have saved checkpoints.
     """
-    runner = _Runner(logs, threads, pass_fds)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    waiting, tasks = deque(jobs), dict[str, Iterator[subprocess.Popen[bytes]]]()
+    processes: dict[str, subprocess.Popen[bytes]] = {}  # the running one of each job, by its name
     # seconds_between_lines: where the output is not a terminal, progress is printed as lines
     with ProgressBar(title, sum(job.size for job in jobs), "steps", seconds_between_lines=60.0) as bar:
         done = _done(jobs)
         bar.begin_at(done)
-        executor = ThreadPoolExecutor(workers)
-        tasks = [executor.submit(runner.run, job) for job in jobs]
         try:
-            while (state := wait(tasks, timeout=POLL_SECONDS)).not_done:
+            while waiting or tasks:
+                while waiting and len(tasks) < workers:
+                    job = waiting.popleft()
+                    tasks[job.name] = _run(job, logs / f"{job.name}.log", environment, pass_fds)
+                for name, task in list(tasks.items()):
+                    if process := next(task, None):
+                        processes[name] = process
+                    else:
+                        del tasks[name], processes[name]
                 previous, done = done, _done(jobs)
-                bar.advance(done - previous, f"{len(state.done)} of {len(jobs)} done, now {', '.join(runner.running)}")
+                num_ended = len(jobs) - len(waiting) - len(tasks)
+                bar.advance(done - previous, f"{num_ended} of {len(jobs)} done, now {', '.join(tasks)}")
+                time.sleep(POLL_SECONDS if tasks else 0)
         finally:
-            try:
-                if wait(tasks, timeout=0).not_done:  # Ctrl-C or SIGTERM: let every process save a checkpoint
-                    runner.stop()
-                wait(tasks)
-            except BaseException:  # a second Ctrl-C
-                for process in list(runner.running.values()):
-                    process.kill()
-                raise
-    for task in tasks:
-        task.result()
-    if runner.failure:
-        raise UserError(runner.failure)
+            _stop(processes.values())
+
+
+def _run(
+    job: Job, log: Path, environment: Mapping[str, str], pass_fds: tuple[int, ...]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the commands of a job one after another, and yield the process of each for as long as it runs.
+
+    Raises:
+        UserError: a command failed.
+    """
+    for command in job.commands:
+        with log.open("ab") as log_file, tempfile.TemporaryFile() as output:
+            log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
+            log_file.flush()
+            begin = log_file.tell()
+            process = subprocess.Popen(
+                [*PROGRAM, *command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output if command.output else log_file,
+                stderr=log_file,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
+                pass_fds=pass_fds,
+            )
+            yield process
+            while process.poll() is None:
+                yield process
+            if process.returncode:
+                raise UserError(f"{job.name} failed: {_reason(process.returncode, log, begin)}; see {log}")
+            if command.output:
+                output.seek(0)
+                write_text(command.output, output.read().decode())
+
+
+def _stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Ask every process that still runs to save a checkpoint and end, and wait for that."""
+    try:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)  # does nothing if it has ended
+        for process in processes:
+            process.wait()
+    except BaseException:  # a second Ctrl-C
+        for process in processes:
+            process.kill()
+        raise
 
 
 def _done(jobs: Sequence[Job]) -> int:

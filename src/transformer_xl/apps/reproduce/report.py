@@ -6,16 +6,29 @@ It is written from the result files in the folder whenever a part of the reprodu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_xl.apps.analyze.effective_context import FRACTIONS, format_length
 from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
 from transformer_xl.apps.analyze.plots import draw_gains, to_svg
 from transformer_xl.apps.analyze.report import chart, heading, image, link, page, paragraph, table, verbatim
-from transformer_xl.apps.reproduce import ablation, context_table
+from transformer_xl.apps.reproduce import ablation
 from transformer_xl.apps.reproduce.reproduction import REPORT, report_damage
 from transformer_xl.files import write_json, write_text
+
+_PUBLISHED_LENGTHS = {
+    "xl-larger": (900, 800, 700),
+    "qrnn": (500, 400, 300),
+    "lstm": (400, 300, 200),
+    "xl-full": (700, 600, 500),
+    "shaw-recurrent": (400, 400, 300),
+    "relative-full": (300, 300, 300),
+    "learned-half": (128, 128, 128),
+}
+"""The paper's lengths in words of WikiText-103, at each of FRACTIONS."""
+CONTEXT_COLUMNS = ["system", "parameters", *(f"r = {fraction:g}" for fraction in FRACTIONS), "the paper's (words)"]
 
 Results = Mapping[str, Any]
 """Results of one part of a reproduction (such as the ablation or the speed), as written to its JSON file."""
@@ -111,13 +124,35 @@ def _context(results: Results, _: Path) -> list[str]:
             "with memory, even those trained without, and with the attention window that scored best on the start of "
             "the same test text. The paper's lengths are in words, in steps of 100."
         ),
-        *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(results["groups"])),
+        *(table(CONTEXT_COLUMNS, rows) for rows in context_rows(results["groups"])),
         *(
             chart(to_svg(draw_gains(group)))
             for group in results["groups"]
             if group["trained_with_seed"] == first["trained_with_seed"]
         ),
     ]
+
+
+def context_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
+    """Return a table for each group of models, as rows under CONTEXT_COLUMNS; each cell has a length for each seed.
+
+    Args:
+        groups: the results of each group and seed, as returned by `measure_context`.
+    """
+    by_names: dict[tuple[str, ...], list[list[Mapping[str, Any]]]] = {}
+    for group in groups:
+        by_names.setdefault(tuple(model["name"] for model in group["models"]), []).append(group["models"])
+    # zip: from a list of models for each seed to a tuple of seeds for each model
+    return [[_row(models) for models in zip(*seeds, strict=True)] for seeds in by_names.values()]
+
+
+def _row(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the row of a system from its results with each seed."""
+    name, parameters = models[0]["name"], f"{models[0]['parameters']:,}"
+    lengths = [
+        ", ".join(format_length(model["fractions"][f"{fraction:g}"]) for model in models) for fraction in FRACTIONS
+    ]
+    return [name, parameters, *lengths, ", ".join(map(str, _PUBLISHED_LENGTHS[name]))]
 
 
 def _speed(results: Results, _: Path) -> list[str]:

@@ -80,8 +80,6 @@ class Reproduction:
     """Each system is trained once with each seed."""
     max_tokens: int
     """Number of test tokens to score, from the start of the test split."""
-    workers: int
-    """Number of training processes at a time."""
     device: str
     """cuda, mps, cpu, or auto for the fastest of these that is available."""
     command: str = ""
@@ -102,7 +100,6 @@ class Reproduction:
         seeds: Sequence[int] | None = None,
         max_tokens: int | None = None,
         smoke: bool = False,
-        workers: int | None = None,
         device: str = "auto",
         command: str = "",
     ) -> Reproduction:
@@ -117,7 +114,6 @@ class Reproduction:
             seeds: each system is trained once with each seed; None for 1 and 2, or 1 with `smoke`.
             max_tokens: number of test tokens to score; None for 16,384, or 512 with `smoke`.
             smoke: train tiny models for a few steps, to try everything out in minutes.
-            workers: number of training processes at a time; None for one per core, or one on a GPU.
             device: cuda, mps, cpu, or auto for the fastest of these that is available.
             command: the command line of the user, for the report.
 
@@ -131,15 +127,13 @@ class Reproduction:
         given = {"model": dict(model or {}), "train": dict(train or {})}
         base = _base_settings(recipe, given, smoke=smoke)
         refuse_unused(given, run_settings(base, "settings"))
-        cores = num_cores() if choose_device(device).type == "cpu" else 1
+        choose_device(device)
         max_tokens = (512 if smoke else 16_384) if max_tokens is None else max_tokens
-        workers = cores if workers is None else workers
-        for name, number in (("max_tokens", max_tokens), ("workers", workers)):
-            if number < 1:
-                raise UserError(f"{name} {number}: must be 1 or more")
+        if max_tokens < 1:
+            raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
         opened = Corpus.open(corpus)
         max_tokens = min(max_tokens, opened.split("test").num_tokens)
-        reproduction = Reproduction(out, opened, base, seeds, max_tokens, workers, device, command, smoke)
+        reproduction = Reproduction(out, opened, base, seeds, max_tokens, device, command, smoke)
         reproduction._check_unchanged()
         return reproduction
 
@@ -239,12 +233,14 @@ class Reproduction:
             unfinished = [job for job in jobs if job is not None]
             say(f"{len(jobs) - len(unfinished)} of {len(jobs)} runs are trained and scored already")
             if unfinished:
+                # one training process for each core, or one on a GPU
+                workers = num_cores() if choose_device(self.device).type == "cpu" else 1
                 run_parallel(
                     "reproduce",
                     unfinished,
                     self.path / "logs",
-                    workers=min(self.workers, len(unfinished)),
-                    threads=max(1, num_cores() // self.workers),
+                    workers=min(workers, len(unfinished)),
+                    threads=max(1, num_cores() // workers),
                     pass_fds=lock,
                 )
 

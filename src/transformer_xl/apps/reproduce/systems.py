@@ -124,6 +124,10 @@ RECURRENT = (System("qrnn", "qrnn", True), System("lstm", "lstm", True))
 
 BY_NAME = {system.name: system for system in (*ABLATION, *EQUAL_MEMORY, *RECURRENT)}
 
+CONTEXT_GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
+"""Names of the systems in each group whose effective context lengths are measured (table 8); each is compared with the
+best of its own group."""
+
 
 def num_parameters(config: RunConfig) -> int:
     """Return the number of parameters of a model, without allocating it."""

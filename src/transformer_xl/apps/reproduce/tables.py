@@ -17,7 +17,6 @@ from transformer_xl.apps.analyze.attention import analyze_attention
 from transformer_xl.apps.analyze.effective_context import GroupModel, draw_positions, measure_context
 from transformer_xl.apps.analyze.evaluation_speed import compare_speed
 from transformer_xl.apps.reproduce.ablation import Metric, SystemResult, verdicts
-from transformer_xl.apps.reproduce.context_table import GROUPS
 from transformer_xl.apps.reproduce.report import read_results, write_report, write_results
 from transformer_xl.apps.reproduce.reproduction import (
     SMOKE_CAVEAT,
@@ -26,7 +25,7 @@ from transformer_xl.apps.reproduce.reproduction import (
     read_scores,
     report_damage,
 )
-from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
+from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, CONTEXT_GROUPS, EQUAL_MEMORY, System
 from transformer_xl.config import EvaluationConfig
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -77,7 +76,7 @@ def reproduce_ablation(
 
 
 def reproduce_context(
-    reproduction: Reproduction, sweep: ContextSweep, *, groups: Sequence[Sequence[str]] = GROUPS
+    reproduction: Reproduction, sweep: ContextSweep, *, groups: Sequence[Sequence[str]] = CONTEXT_GROUPS
 ) -> dict[str, Any]:
     """Train the models of the paper's two groups, and measure their relative effective context lengths (table 8).
 
@@ -114,7 +113,7 @@ def reproduce_context(
                 cost = sum(model.cost(sweep) for model in models)
                 say(f"seed {seed}: {', '.join(names)} process {cost:,} tokens in {len(sweep.contexts)} contexts")
                 with ProgressBar("context", cost, "tokens") as bar:
-                    results = measure_context(models, tokens_K, sweep, bar.advance).as_dict()
+                    results = measure_context(models, tokens_K, sweep, bar.advance)
                 group = {"trained_with_seed": seed, **results}
             measured.append(group)
             write_results(reproduction.path, "context", values)
@@ -178,12 +177,11 @@ def reproduce_speed(
     return values
 
 
-def reproduce_all(reproduction: Reproduction, *, speed_recipe: str = "enwik8-24l") -> Path:
+def reproduce_all(reproduction: Reproduction) -> Path:
     """Reproduce all tables and the attention plots in one folder; return the report.
 
     Args:
         reproduction: folder and settings; at smoke scale, few positions, and tiny models for the speed.
-        speed_recipe: recipe with the model sizes at which evaluation speed is measured.
 
     Raises:
         UserError: for the reasons of the functions that it calls.
@@ -196,7 +194,7 @@ def reproduce_all(reproduction: Reproduction, *, speed_recipe: str = "enwik8-24l
     plots, speed = reproduction.path / "attention", reproduction.path / "speed.json"
     if not plots.exists():
         analyze_attention(reproduction.runs(BY_NAME["xl-full"])[0], out=plots, **options)
-    if not speed.exists() or read_results(speed).get("model") != ("tiny" if smoke else speed_recipe):
+    if not speed.exists():
         say("measuring the speed of evaluation")
-        reproduce_speed(reproduction.path, speed_recipe, smoke=smoke, **options)
+        reproduce_speed(reproduction.path, smoke=smoke, **options)
     return write_report(reproduction.path)

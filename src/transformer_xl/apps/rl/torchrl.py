@@ -63,7 +63,6 @@ class BackboneModule(TensorDictModuleBase):
         in_key: NestedKey,
         out_key: NestedKey,
         memory_key: str = MEMORY_KEY,
-        default_recurrent_mode: bool = False,
     ) -> None:
         """Build the module.
 
@@ -72,7 +71,6 @@ class BackboneModule(TensorDictModuleBase):
             in_key: key of their inputs.
             out_key: key of their outputs.
             memory_key: key of the hidden states in memory; the number of filled slots is under `<memory_key>_valid`.
-            default_recurrent_mode: whether windows are read where `set_recurrent_mode` says nothing.
 
         Raises:
             UserError: the attention window is not limited to memory_length + 1 or less, so that a window would give
@@ -90,13 +88,11 @@ class BackboneModule(TensorDictModuleBase):
         self._memory_keys = _tensor_keys([memory_key])
         self.in_keys = [in_key, *self._memory_keys, "is_init"]  # pyrefly: ignore[bad-argument-type]
         self.out_keys = [out_key, *(("next", key) for key in self._memory_keys)]  # pyrefly: ignore[bad-argument-type]
-        self._default_recurrent_mode = default_recurrent_mode
 
     @property
     def recurrent_mode(self) -> bool:
         """Whether windows are read instead of single steps."""
-        mode = recurrent_mode()
-        return self._default_recurrent_mode if mode is None else mode
+        return bool(recurrent_mode())
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the transform that puts an empty memory into an environment's tensordict at each reset."""

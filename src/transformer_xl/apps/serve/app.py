@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,14 +24,13 @@ from transformer_xl import __version__
 from transformer_xl.apps.serve.answers import (
     LargeAnswer,
     TokenNames,
-    as_json,
     chat_logprobs,
     completion_logprobs,
     error_answer,
     finish_reason,
     text_offsets,
 )
-from transformer_xl.apps.serve.jobs import Delta, Event, Finished, joined
+from transformer_xl.apps.serve.jobs import Delta, Event, joined
 from transformer_xl.apps.serve.metrics import resident_bytes
 from transformer_xl.apps.serve.page_files import add_page
 from transformer_xl.apps.serve.protocol import (
@@ -47,22 +48,8 @@ from transformer_xl.apps.serve.requests import CLIENT_CLOSED, RequestRunner, Tex
 from transformer_xl.config import UserError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": description, "content": {"application/json": {}}}
-    for status, description in {
-        400: "The body, or a value in it, is wrong.",
-        401: "An API key is needed.",
-        403: "The host or the origin is not allowed.",
-        404: "No such model, session or path.",
-        409: "Another request is changing the session.",
-        413: "The body is too large.",
-        415: "The content type is not JSON.",
-        422: "The text cannot be computed.",
-        429: "Too many requests wait.",
-        500: "The model failed.",
-        503: "The server is stopping, or the model thread has died.",
-        504: "The request was not done in time.",
-        507: "The session does not fit, or cannot be saved.",
-    }.items()
+    status: {"description": HTTPStatus(status).phrase, "content": {"application/json": {}}}
+    for status in (400, 401, 403, 404, 409, 413, 415, 422, 429, 500, 503, 504, 507)
 }
 
 
@@ -156,19 +143,17 @@ def build_app(runner: RequestRunner) -> FastAPI:
     async def attention(body: AttentionBody, request: Request) -> Response:
         """Return what one token attends to: the probability at each distance, of each layer and head."""
         text = await runner.attention(body, request.state.owner)
-        probabilities: list[Any] = []
-        async for _, news in runner.events(text, request):
-            for event in news:
-                if isinstance(event, Finished) and event.attention_LNP is not None:
-                    rounded_LNP = event.attention_LNP.double().round(decimals=6)
-                    probabilities = await run_in_threadpool(rounded_LNP.tolist)
+        async for _ in runner.events(text, request):
+            pass
         (job,) = text.jobs
+        assert job.attention_LNP is not None
+        rounded_LNP = job.attention_LNP.double().round(decimals=6)
         answer = {
             "object": "attention",
             "model": text.served.name,
             "position": len(job.prompt_ids) - 1,
             "memory_length": job.memory_length,
-            "attention": probabilities,
+            "attention": await run_in_threadpool(rounded_LNP.tolist),
         }
         return await run_in_threadpool(LargeAnswer, answer)
 
@@ -222,7 +207,7 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, UserError):
         error = ApiError(400, str(error))
     elif isinstance(error, RequestValidationError):
-        error = _explained(error.errors())
+        error = _explained(error.errors()[0])
     elif isinstance(error, ClientDisconnect):
         error = ApiError(CLIENT_CLOSED, "the client has closed the connection")
     elif isinstance(error, HTTPException):
@@ -240,26 +225,20 @@ _EXPECTED = {
 }
 
 
-def _explained(errors: Sequence[Any]) -> ApiError:
+def _explained(error: Any) -> ApiError:
     """Return what is wrong in a body, by the name of the field."""
-    messages: list[str] = []
-    param = None
-    for error in errors[:5]:
-        path = [str(part) for part in error["loc"] if part != "body"]
-        field = next((part for part in path if not part.isdecimal()), "")
-        param = param or field or None
-        if error["type"] == "extra_forbidden":
-            message = f"{'.'.join(path)} is not a field of this request, or is not supported"
-        elif error["type"] == "json_invalid":
-            message, param = "the body is not JSON", None
-        elif error["type"] == "missing":
-            message = f"{'.'.join(path) or 'the body'} is missing"
-        else:
-            # of a union there is an error for each of its types, which says less than this
-            message = f"{field or 'the body'}: {_EXPECTED.get(field, error['msg'])}"
-        if message not in messages:
-            messages.append(message)
-    return ApiError(400, "; ".join(messages)[:1000], param=param)
+    path = [str(part) for part in error["loc"] if part != "body"]
+    name = next((part for part in path if not part.isdecimal()), "")
+    if error["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON")
+    if error["type"] == "extra_forbidden":
+        message = f"{'.'.join(path)} is not a field of this request, or is not supported"
+    elif error["type"] == "missing":
+        message = f"{'.'.join(path) or 'the body'} is missing"
+    else:
+        # of a union there is an error for each of its types, which says less than this
+        message = f"{name or 'the body'}: {_EXPECTED.get(name, error['msg'])}"
+    return ApiError(400, message[:1000], param=name or None)
 
 
 def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
@@ -279,20 +258,12 @@ def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
         length = served.check_memory_length(body.memory_length)
         return sessions.create(request.state.owner, served.name, length).as_dict()
 
-    @app.post(
-        "/v1/sessions/import",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-            }
-        },
-    )
+    @app.post("/v1/sessions/import")
     async def import_session(request: Request) -> dict[str, Any]:
         """Make a session from an exported file."""
         with sessions.importing() as received:
             async for chunk in request.stream():
-                await run_in_threadpool(received.add, chunk)
+                await run_in_threadpool(received.write, chunk)
             session = await run_in_threadpool(sessions.imported, received, request.state.owner)
         return session.as_dict()
 
@@ -332,12 +303,11 @@ class _CompletionAnswer:
     text: TextRequest
     body: CompletionBody
     names: TokenNames
-    created: int = field(default_factory=lambda: int(time.time()))
     _echoes: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each job, with `echo`
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
-        return _base(self.text, "cmpl", "text_completion", self.created)
+        return _base(self.text, "cmpl", "text_completion")
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices with which the samples of a job begin: with `echo`, the prompt."""
@@ -386,12 +356,11 @@ class _ChatAnswer:
     text: TextRequest
     body: ChatBody
     names: TokenNames
-    created: int = field(default_factory=lambda: int(time.time()))
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
         kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return _base(self.text, "chatcmpl", kind, self.created)
+        return _base(self.text, "chatcmpl", kind)
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices that say whose message follows."""
@@ -416,10 +385,10 @@ _Answer = _CompletionAnswer | _ChatAnswer
 _Events = AsyncGenerator[tuple[int, list[Event]], None]
 
 
-def _base(text: TextRequest, prefix: str, kind: str, created: int) -> dict[str, Any]:
+def _base(text: TextRequest, prefix: str, kind: str) -> dict[str, Any]:
     """Return what every answer and chunk of a kind has; its id begins with `prefix`."""
     session = {} if text.session is None else {"session": text.session.id}
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    answer_id, created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
     return {"id": answer_id, "object": kind, "created": created, "model": text.served.name, **session}
 
 
@@ -467,7 +436,7 @@ async def _stream(first: tuple[int, list[Event]], events: _Events, answer: _Answ
         base["usage"] = None
 
     def beginning(index: int) -> list[str]:
-        return [_sse({**base, "choices": [choice]}, depth=5) for choice in answer.begin(index)]
+        return [_sse({**base, "choices": [choice]}) for choice in answer.begin(index)]
 
     made: list[str] = []
     try:
@@ -500,5 +469,5 @@ def _usage(text: TextRequest) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _sse(values: dict[str, Any], *, depth: int = 0) -> str:
-    return f"data: {as_json(values, depth=depth)}\n\n"
+def _sse(values: dict[str, Any]) -> str:
+    return f"data: {to_json(values).decode()}\n\n"

@@ -37,8 +37,6 @@ class ServerConfig(Settings):
     """Number of tokens that all prompts of a request may have together."""
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds until a request must be done, waiting included."""
-    max_body_bytes: int = Field(default=2**23, ge=1024, le=INT32_MAX)
-    """Size of a request in bytes, at most."""
     sessions: str | None = None
     """Folder where sessions are saved, so that they survive a restart; none: they are kept in memory alone."""
     session_bytes: int = Field(default=2**30, ge=0, le=2**50)

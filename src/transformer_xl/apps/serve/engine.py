@@ -33,7 +33,6 @@ from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sampl
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
@@ -43,18 +42,12 @@ READING_SLICE = 128
 """Tokens of prompts that are read between two steps of the sequences that are being generated."""
 
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
-_PATIENCE_SECONDS = 5.0  # for which a job lets those pass that need fewer rows
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
 
 
 class QueueFullError(Exception):
     """As many requests wait as may wait."""
-
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(retry_after)
-        self.retry_after = retry_after
-        """Seconds after which another attempt may succeed."""
 
 
 @dataclass
@@ -94,10 +87,10 @@ class Engine:
         self.on_death: Callable[[], object] = lambda: None
         """Called in the thread when it dies."""
         for served in self.models.values():
-            size = max_rows * served.row_bytes(served.max_memory_length)
-            name = f"a memory of {max_rows:,} x {served.generation_slots(served.max_memory_length):,} tokens"
-            use = MemoryUse(name, size, "lower --max-batch or --memory-length")
-            require_memory("serving", [use], served.inference.device)
+            slots, advice = served.generation_slots(served.max_memory_length), "lower --max-batch or --memory-length"
+            served.plan.require_memory(
+                "serving", served.inference, num_rows=max_rows, num_new=1, num_slots=slots, advice=advice
+            )
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False
@@ -128,10 +121,10 @@ class Engine:
         with self._lock:
             if self._is_stopping or self.error:
                 raise UserError("the server is stopping")
-            waiting = self._num_waiting()
+            waiting = self.num_waiting
             # a request on its own may have more prompts than may wait
             if waiting and waiting + len(jobs) > self.max_waiting:
-                raise QueueFullError(self._retry_after(waiting))
+                raise QueueFullError
             for job in jobs:
                 self._waiting.setdefault(job.owner, deque()).append(job)
             self._lock.notify()
@@ -146,7 +139,7 @@ class Engine:
     def num_waiting(self) -> int:
         """Number of jobs that wait."""
         with self._lock:
-            return self._num_waiting()
+            return sum(map(len, self._waiting.values()))
 
     @property
     def num_running(self) -> int:
@@ -157,14 +150,6 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return not self.num_waiting and not self._running
-
-    def _num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def _retry_after(self, waiting: int) -> int:
-        """Return in how many seconds about half of those that wait will have had their turn."""
-        rate = self.counters.finished / max(1.0, self.counters.busy_seconds)
-        return max(1, min(60, round(0.5 * waiting / rate))) if rate else 5
 
     # The thread
 
@@ -230,8 +215,10 @@ class Engine:
                 self._waiting[owner] = deque(jobs)
                 if not jobs:
                     del self._waiting[owner]
-            while (owner := self._next_owner(free)) is not None:
-                jobs = self._waiting[owner]
+            while self._waiting:
+                owner, jobs = next(iter(self._waiting.items()))
+                if jobs[0].num_samples > free:
+                    break  # others must not go first, or it might wait for ever
                 job = jobs.popleft()
                 free -= job.num_samples
                 admitted.append(job)
@@ -239,21 +226,6 @@ class Engine:
                 if jobs:
                     self._waiting[owner] = jobs  # at the end: the others come first
         return admitted
-
-    def _next_owner(self, free: int) -> str | None:
-        """Return whose job is next for this number of free rows; None: nobody's.
-
-        A job with more samples lets the others go first, but only for a while, or it might wait for ever.
-        """
-        now = time.monotonic()
-        for owner, jobs in self._waiting.items():
-            job = jobs[0]
-            if job.num_samples <= free:
-                return owner
-            job.passed_since = job.passed_since or now
-            if now - job.passed_since >= _PATIENCE_SECONDS:
-                break
-        return None
 
     def _read(self, job: TextJob) -> Iterator[None]:
         """Read the prompt of a job in slices, then let its samples begin; yield between two slices."""
@@ -309,10 +281,10 @@ class Engine:
                 start += num_new
         tokens_BT = torch.tensor([ids[start:]], device=inference.device)
         with inference.computing():
-            attention_LNP = attention_of_last(require_attention_terms(inference.model), tokens_BT, memory)
-        if not bool(attention_LNP.isfinite().all()):
+            job.attention_LNP = attention_of_last(require_attention_terms(inference.model), tokens_BT, memory)
+        if not bool(job.attention_LNP.isfinite().all()):
             raise UserError(_DAMAGED)
-        self._end(job, Finished(None, attention_LNP))
+        self._end(job, Finished(None))
 
     def _score(self, job: TextJob, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
         """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities."""

@@ -57,8 +57,6 @@ class Finished:
 
     state: MemoryState | None
     """The memory after prompt and sample, if the job keeps it."""
-    attention_LNP: Tensor | None = None
-    """The attention of the last token by layer, head and distance, if the job asks for it."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,9 @@ class TextJob:
 
     prompt_tokens: list[ScoredToken] = field(default_factory=list)
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
+    attention_LNP: Tensor | None = None
+    """The attention of the last token of the prompt by layer, head and distance, once it is computed."""
     is_cancelled: threading.Event = field(default_factory=threading.Event)
-    passed_since: float | None = None
-    """When it was its turn for the first time, without enough rows for its samples; `time.monotonic`."""
 
     num_generated: int = 0
     """Number of tokens that were generated for all samples."""
@@ -167,7 +165,8 @@ class Sample:
         self.job.sample_lengths[self.index] += 1
         begin = self.num_characters + builder.num_held_back
         self.newest = token.token_id
-        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=self.is_eos(token.token_id)))
+        is_eos = token.token_id in self.job.config.eos_token_ids
+        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=is_eos))
         self.num_characters += len(text)
         self.held.append((begin, token))
         # a stop string and what follows it belong to no text
@@ -180,7 +179,3 @@ class Sample:
         self.held = [] if builder.finish_reason else self.held[len(released) :]
         offsets, tokens = tuple(entry[0] for entry in released), tuple(entry[1] for entry in released)
         return Delta(self.index, text, tokens, offsets, builder.finish_reason)
-
-    def is_eos(self, token_id: int) -> bool:
-        """Return whether a token ends the sequence."""
-        return token_id in self.job.config.eos_token_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
@@ -14,26 +13,23 @@ _STATM = Path("/proc/self/statm")
 
 
 class Histogram:
-    """Counts of durations in seconds, by upper bounds."""
+    """Counts of durations in seconds, by upper bounds; used in the event loop alone."""
 
     def __init__(self) -> None:
-        self._counts, self._sum, self._lock = [0] * (len(_BUCKETS) + 1), 0.0, threading.Lock()
+        self._counts, self._sum = [0] * (len(_BUCKETS) + 1), 0.0
 
     def add(self, seconds: float) -> None:
         """Add a duration."""
-        with self._lock:
-            self._counts[bisect_left(_BUCKETS, seconds)] += 1
-            self._sum += seconds
+        self._counts[bisect_left(_BUCKETS, seconds)] += 1
+        self._sum += seconds
 
     def lines(self, name: str) -> list[str]:
         """Return the lines of the format."""
-        with self._lock:
-            counts, total_seconds = list(self._counts), self._sum
         lines, total = [f"# TYPE {name} histogram"], 0
-        for bound, count in zip((*map(str, _BUCKETS), "+Inf"), counts, strict=True):
+        for bound, count in zip((*map(str, _BUCKETS), "+Inf"), self._counts, strict=True):
             total += count
             lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum {total_seconds}", f"{name}_count {total}"]
+        return [*lines, f"{name}_sum {self._sum}", f"{name}_count {total}"]
 
 
 class Metrics:

@@ -99,22 +99,6 @@ class Sampling(Body):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[Any, Any], Field(max_length=0)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_floats(cls, values: Any) -> Any:
-        """Read 5.0 as 5, as JSON does not tell them apart; true is no number."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-            for name, value in values.items()
-        }
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class CompletionBody(Sampling):
     """The body of /v1/completions."""

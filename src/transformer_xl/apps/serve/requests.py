@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 
@@ -105,40 +106,8 @@ class RequestRunner:
             raise ApiError(400, f"{message} a session", param="prompt")
         return num_tokens
 
-    async def completion(self, body: CompletionBody, owner: str, session_header: str | None) -> TextRequest:
-        """Return the request of a completion.
-
-        Raises:
-            ApiError: something in the body is wrong.
-            UserError: the prompt cannot be encoded, or the memory length is too large.
-        """
-        num_samples = max(body.best_of or 1, body.n or 1)
-        if body.best_of is not None and body.best_of < (body.n or 1):
-            raise ApiError(400, f"best_of {body.best_of} is below n {body.n}", param="best_of")
-        is_ranked = num_samples > (body.n or 1)
-        if is_ranked and body.stream:
-            raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
-        if body.suffix:
-            raise ApiError(400, "suffix is not supported", param="suffix")
-        num_logprobs = 0 if is_ranked and body.logprobs is None else body.logprobs
-        score_prompt = bool(body.echo) and body.logprobs is not None
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        return await self._request(
-            body,
-            _prompts(body.prompt),
-            owner,
-            session_id=body.session or session_header,
-            max_tokens=max_tokens,
-            num_samples=num_samples,
-            num_logprobs=num_logprobs,
-            score_prompt=score_prompt,
-            echo=bool(body.echo),
-            add_bos=body.add_special_tokens,
-            stop=body.stops,
-        )
-
     async def chat(self, body: ChatBody, owner: str, session_header: str | None) -> TextRequest:
-        """Return the request of a chat completion.
+        """Return the request of a chat completion: that of the completion of its messages as text.
 
         Raises:
             ApiError: there is no chat template, or something in the body is wrong.
@@ -152,48 +121,44 @@ class RequestRunner:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens):
             raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
-        stops, end = body.stops, template.partition("{content}")[2].partition("{")[0]
-        return await self._request(
-            body,
-            [chat_prompt(template, body.messages)],
-            owner,
-            session_id=body.session or session_header,
+        end = template.partition("{content}")[2].partition("{")[0]
+        sampling: dict[str, Any] = {name: getattr(body, name) for name in Sampling.model_fields}
+        sampling["stop"] = body.stop or end or None
+        completion = CompletionBody.model_construct(
+            **sampling,
+            prompt=chat_prompt(template, body.messages),
             max_tokens=body.max_completion_tokens or body.max_tokens or 256,
-            num_samples=body.n or 1,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            stop=stops or ((end,) if end else ()),
-            message_end=end,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
+        return await self.completion(completion, owner, session_header, message_end=end)
 
-    async def _request(
-        self,
-        body: Sampling,
-        prompts: Sequence[str | list[int]],
-        owner: str,
-        *,
-        session_id: str | None,
-        max_tokens: int,
-        num_samples: int,
-        num_logprobs: int | None,
-        stop: tuple[str, ...],
-        score_prompt: bool = False,
-        echo: bool = False,
-        add_bos: bool = True,
-        message_end: str = "",
+    async def completion(
+        self, body: CompletionBody, owner: str, session_header: str | None, *, message_end: str = ""
     ) -> TextRequest:
-        served, longest, unsaid = self.model(body.model), self.config.max_tokens, ""
-        if len(prompts) > _MAX_PROMPTS:
-            raise ApiError(400, f"{len(prompts)} prompts are more than {_MAX_PROMPTS}", param="prompt")
-        if num_samples > self.engine.max_rows:
-            raise ApiError(400, f"n or best_of {num_samples} is above {self.engine.max_rows}", param="n")
-        if max_tokens > longest:
-            raise ApiError(400, f"max_tokens {max_tokens:,} is above {longest:,}", param="max_tokens")
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        """Return the request of a completion.
+
+        Args:
+            body: what is asked for.
+            owner: whose request it is.
+            session_header: a session that the header names.
+            message_end: how the template ends each message of a chat.
+
+        Raises:
+            ApiError: something in the body is wrong.
+            UserError: the prompt cannot be encoded, or the memory length is too large.
+        """
+        served, prompts = self.model(body.model), _prompts(body.prompt)
+        session_id = body.session or session_header
+        num_returned, max_tokens = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        num_samples = max(body.best_of or 1, num_returned)
+        self._check_counts(body, len(prompts), num_samples, max_tokens)
         if session_id is not None and (len(prompts) > 1 or num_samples > 1):
             raise ApiError(
                 400, "a session takes one prompt and n 1: which sample would it go on with?", param="session"
             )
+        # those of the tokens are needed to rank samples
+        num_logprobs = 0 if num_samples > num_returned and body.logprobs is None else body.logprobs
+        score_prompt, unsaid = bool(body.echo) and body.logprobs is not None, ""
         memory_length = served.check_memory_length(body.memory_length)
         if score_prompt and not memory_length:
             served.plan.refuse_extended_context("scoring a prompt")
@@ -202,21 +167,21 @@ class RequestRunner:
             prompts = [f"{unsaid}{prompt}" for prompt in prompts]
         encoded = await asyncio.to_thread(_encoded, served, prompts)
         prompt_tokens = self.check_prompt(sum(map(len, encoded)))
-        work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if echo else 0)
+        work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if body.echo else 0)
         if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
             raise ApiError(400, f"{message} is too much, more than {_MAX_WORK:,}; split the request")
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
-        config = _config(body, max_tokens, seed, stop)
+        config = _config(body, max_tokens, seed)
         session = self._session(session_id, owner, served, body.memory_length)
         try:
             if session is not None:
                 memory_length = session.memory_length
                 if message_end and session.message_end != unsaid:
                     raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
-            request = TextRequest(served, [], body.n or 1, session, message_end)
+            request = TextRequest(served, [], num_returned, session, message_end)
             for index, ids in enumerate(encoded):
-                if not ids and not (session and session.state) and not add_bos:
+                if not ids and not (session and session.state) and not body.add_special_tokens:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
                 job = TextJob(
                     served,
@@ -225,7 +190,7 @@ class RequestRunner:
                     max_tokens,
                     request.listener(index),
                     num_samples=num_samples,
-                    add_bos=add_bos,
+                    add_bos=body.add_special_tokens,
                     num_logprobs=num_logprobs,
                     score_prompt=score_prompt,
                     memory_length=memory_length,
@@ -242,6 +207,26 @@ class RequestRunner:
             self._release(session)
             raise
         return request
+
+    def _check_counts(self, body: CompletionBody, num_prompts: int, num_samples: int, max_tokens: int) -> None:
+        """Check what is asked for before anything is computed for it.
+
+        Raises:
+            ApiError: it is too much, or contradicts itself.
+        """
+        longest = self.config.max_tokens
+        if body.best_of is not None and body.best_of < (body.n or 1):
+            raise ApiError(400, f"best_of {body.best_of} is below n {body.n}", param="best_of")
+        if body.stream and num_samples > (body.n or 1):
+            raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if num_prompts > _MAX_PROMPTS:
+            raise ApiError(400, f"{num_prompts} prompts are more than {_MAX_PROMPTS}", param="prompt")
+        if num_samples > self.engine.max_rows:
+            raise ApiError(400, f"n or best_of {num_samples} is above {self.engine.max_rows}", param="n")
+        if max_tokens > longest:
+            raise ApiError(400, f"max_tokens {max_tokens:,} is above {longest:,}", param="max_tokens")
 
     async def attention(self, body: AttentionBody, owner: str) -> TextRequest:
         """Return the request of the attention of one token.
@@ -283,9 +268,8 @@ class RequestRunner:
     def _submit(self, request: TextRequest) -> None:
         try:
             self.engine.submit(*request.jobs)
-        except QueueFullError as error:
-            headers = {"retry-after": str(error.retry_after)}
-            message = "too many requests wait; try again later"
+        except QueueFullError:
+            message, headers = "too many requests wait; try again later", {"retry-after": "5"}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         except UserError as error:
             raise ApiError(503, str(error)) from None
@@ -413,7 +397,7 @@ def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[li
     return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
 
 
-def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -> GenerationConfig:
+def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfig:
     values = {
         "max_new_tokens": max(1, max_tokens),
         "temperature": 1.0 if body.temperature is None else float(body.temperature),
@@ -421,6 +405,6 @@ def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -
         "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
         "min_p": body.min_p or None,
         "seed": seed,
-        "stop": stop,
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
     }
     return check_settings(GenerationConfig, values)

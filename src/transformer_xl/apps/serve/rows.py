@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Generic, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from transformer_xl.inference import TokenModel
@@ -30,22 +31,23 @@ from transformer_xl.model.memory import LayerCache, Memory
 _MIN_FREE_COLUMNS = 64  # at least as many steps are between two moves of the slots to the front of the storage
 
 Occupant = TypeVar("Occupant")
+Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryState:
     """A memory of one sequence without its empty slots, and the newest token, which it has not read yet."""
 
-    tensors: dict[str, Tensor]
-    """The caches by name, of batch size 1, on the CPU."""
-    newest: int
+    newest: Count
     """Id of the newest token."""
-    num_valid: int
+    num_valid: Count
     """Number of filled slots."""
-    num_read: int
+    num_read: Count
     """Number of tokens that the memory has read; the newest token is not among them."""
-    memory_length: int
+    memory_length: Count
     """Number of slots of the memory that it was taken from."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The caches by name, of batch size 1, on the CPU."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +74,7 @@ def row_state(memory: Memory, row: int, newest: int, memory_length: int, *, drop
             tensors[f"{name}_{index}"] = part.to("cpu").clone(memory_format=torch.contiguous_format)
     if memory.recent_BR is not None:
         tensors["recent"] = memory.recent_BR[row : row + 1].to("cpu").clone()
-    return MemoryState(tensors, newest, num_valid, int(memory.position_B[row]), memory_length)
+    return MemoryState(newest, num_valid, int(memory.position_B[row]), memory_length, tensors)
 
 
 class RowBatch(Generic[Occupant]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,38 +11,18 @@ from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.baselines.recurrent import RecurrentCache
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import memory_plan, prompt_segment_length
-from transformer_xl.inference import InferenceModel
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run import Run, weights_digest
 
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _SAFETENSORS_NAMES.items()}
 
-
-@dataclass(eq=False)
 class ServedModel:
     """A run that is served, under a name."""
 
-    name: str
-    run: Run
-    inference: InferenceModel
-    """The model of the run, prepared in the dtype of matrix products."""
-    plan: EvaluationPlan
-    """The run's evaluation settings; its memory length is that of requests which name none."""
-    max_memory_length: int
-    """The longest memory that a request may ask for."""
-    weights_sha256: str
-    """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
-    _no_slots: Memory = field(init=False)  # from which all memories are derived
-    _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
-
-    @staticmethod
-    def create(name: str, run: Run, config: ServerConfig | None = None) -> ServedModel:
+    def __init__(self, name: str, run: Run, config: ServerConfig | None = None) -> None:
         """Prepare a run.
 
         Args:
@@ -55,13 +34,39 @@ class ServedModel:
             UserError: the model does not support the memory length.
         """
         config, has_memory = config or ServerConfig(), run.config.model.has_memory
-        plan = memory_plan(run, config.memory_length if has_memory else None)
-        longest = max(plan.context_limits.memory_length, (config.max_memory_length or 0) if has_memory else 0)
-        run.config.model.check_context_limits(memory_length=longest)
-        inference = run.inference(config.dtype)
-        served = ServedModel(name, run, inference, plan, longest, weights_digest(run, inference.dtype))
-        served._prepare()
-        return served
+        self.name, self.run = name, run
+        self.plan = memory_plan(run, config.memory_length if has_memory else None)
+        """The run's evaluation settings; its memory length is that of requests which name none."""
+        longest = (config.max_memory_length or 0) if has_memory else 0
+        self.max_memory_length = max(self.plan.context_limits.memory_length, longest)
+        """The longest memory that a request may ask for."""
+        run.config.model.check_context_limits(memory_length=self.max_memory_length)
+        self.inference = run.inference(config.dtype)
+        """The model of the run, prepared in the dtype of matrix products."""
+        self.weights_sha256 = weights_digest(run, self.inference.dtype)
+        """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
+        memory = self._first_memory()
+        self._no_slots = memory.reset([0]).resized(0)  # from which all memories are derived
+        # each tensor of a state without contents, and its dimension of the slots
+        self._state_layout = [
+            (f"{name}_{index}", tensor.to("meta"), None if isinstance(cache, RecurrentCache) else cache.slot_dim)
+            for index, cache in enumerate(memory.layers)
+            for name, tensor in cache.tensors().items()
+        ]
+        if memory.recent_BR is not None:
+            self._state_layout.append(("recent", memory.recent_BR.to("meta"), None))
+
+    def _first_memory(self) -> Memory:
+        """Return a memory after the first tokens, from which all later ones are derived.
+
+        They share its position keys, which are those of all distances that any of them needs. Projected when first
+        needed, their last bits would depend on which request came first.
+        """
+        num_slots = self.max_slots + max(self.plan.segment_length, STRIDE) if self.run.config.model.has_memory else 0
+        memory = self.inference.generation_memory(
+            1, self._limits(num_slots), segment_length=self.run.config.train.num_inputs
+        )
+        return self.inference([[0, 0]], memory)[1]
 
     @property
     def attention_shape(self) -> tuple[int, int] | None:
@@ -137,19 +142,15 @@ class ServedModel:
             max_tokens=num_tokens,
         )
 
-    def state_shapes(self, state: MemoryState) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the dtype (as safetensors writes it) and shape of each tensor of a state with these counts."""
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, shape, slot_dim, dtype in self._state_layout:
+    def state_tensors(self, state: MemoryState) -> dict[str, Tensor]:
+        """Return tensors without contents, of the dtype and shape of each tensor of a state with these counts."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor, slot_dim in self._state_layout:
+            shape = list(tensor.shape)
             if slot_dim is not None:
-                num_slots = state.num_valid if self.inference.limits_visible else state.memory_length
-                shape = (*shape[:slot_dim], num_slots, *shape[slot_dim + 1 :])
-            shapes[name] = dtype, shape
-        return shapes
-
-    def state_bytes(self, state: MemoryState) -> int:
-        """Return the size of the tensors of a state with these counts, in bytes."""
-        return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in self.state_shapes(state).values())
+                shape[slot_dim] = state.num_valid if self.inference.limits_visible else state.memory_length
+            tensors[name] = tensor.new_empty(shape)
+        return tensors
 
     @property
     def max_slots(self) -> int:
@@ -159,12 +160,8 @@ class ServedModel:
     @property
     def max_state_bytes(self) -> int:
         """Size of the largest state, in bytes."""
-        return self.state_bytes(MemoryState({}, 0, self.max_slots, self.max_slots, self.max_slots))
-
-    @staticmethod
-    def dtype_name(tensor: Tensor) -> str:
-        """Return the dtype of a tensor, as safetensors writes it."""
-        return _SAFETENSORS_NAMES.get(tensor.dtype, "")
+        largest = MemoryState(0, self.max_slots, self.max_slots, self.max_slots)
+        return sum(tensor.nbytes for tensor in self.state_tensors(largest).values())
 
     @property
     def limits_text(self) -> str:
@@ -179,28 +176,3 @@ class ServedModel:
 
     def _limits(self, memory_length: int) -> ContextLimits:
         return replace(self.plan.context_limits, memory_length=memory_length)
-
-    def _prepare(self) -> None:
-        """Look at the form of a memory after the first tokens, and derive all later ones from it.
-
-        They share its position keys, which are those of all distances that any of them needs. Projected when first
-        needed, their last bits would depend on which request came first.
-        """
-        num_slots = self.max_slots + max(self.plan.segment_length, STRIDE) if self.run.config.model.has_memory else 0
-        memory = self.inference.generation_memory(
-            1, self._limits(num_slots), segment_length=self.run.config.train.num_inputs
-        )
-        _, memory = self.inference([[0, 0]], memory)
-        self._state_layout = [
-            (f"{name}_{index}", tuple(tensor.shape), _slot_dim(cache), _SAFETENSORS_NAMES[tensor.dtype])
-            for index, cache in enumerate(memory.layers)
-            for name, tensor in cache.tensors().items()
-        ]
-        if memory.recent_BR is not None:
-            self._state_layout.append(("recent", tuple(memory.recent_BR.shape), None, "I64"))
-        self._no_slots = memory.reset([0]).resized(0)
-
-
-def _slot_dim(cache: LayerCache) -> int | None:
-    """Return the dimension of the slots in the tensors of a cache, or None for a state without slots."""
-    return None if isinstance(cache, RecurrentCache) else cache.slot_dim

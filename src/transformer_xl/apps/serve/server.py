@@ -69,7 +69,7 @@ def serve(
 
     def loaded_runner() -> RequestRunner:
         loaded = (load(run, device=device, checkpoint=checkpoint) for run in runs)
-        return RequestRunner([ServedModel.create(*pair, config) for pair in zip(names, loaded, strict=True)], config)
+        return RequestRunner([ServedModel(*pair, config) for pair in zip(names, loaded, strict=True)], config)
 
     with listener:
         # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than
@@ -158,7 +158,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     hosts = {*LOOPBACK_HOSTS, *(name.lower() for name in config.allowed_host)}
     if config.host not in ("0.0.0.0", "::"):
         hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
-    return GuardSettings(hosts, keys, config.max_body_bytes)
+    return GuardSettings(hosts, keys)
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -6,47 +6,48 @@ is checked before anything else of it is read.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from transformer_xl.apps.serve.rows import MemoryState
+from transformer_xl.apps.serve.rows import Count, MemoryState
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.tensor_file import load_tensors, save_tensors
-
-MAX_HEADER_BYTES = 2**20
-ID_PATTERN = r"^(session|snapshot)-[A-Za-z0-9_-]{32}$"
+from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 
 _BASE_BYTES = 4096  # of a session without a memory
-_NO_SESSION = "this is not the file of a session: its header is {}"
-_Shapes = dict[str, tuple[str, tuple[int, ...]]]  # dtype, as safetensors writes it, and shape of tensors by name
+_Text = Annotated[str, Field(max_length=1000)]
 # safetensors needs at least one tensor for its checksum to cover
-_EMPTY_TENSOR: _Shapes = {"txl_session": ("F32", (1,))}
+_EMPTY_TENSOR = {"txl_session": torch.zeros(1)}
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A session as it is now; a change makes another one with the same id."""
+    """A session as it is now; a change makes another one with the same id.
 
-    id: str
-    owner: str
+    The types are those of its JSON in the header of a file, where the state has no tensors.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    id: Annotated[str, Field(pattern=r"^(session|snapshot)-[A-Za-z0-9_-]{32}$")]
+    owner: _Text
     """Digest of the API key that it belongs to."""
-    model: str
-    memory_length: int
+    model: _Text
+    memory_length: Count
     """Memory length of its requests."""
     state: MemoryState | None
     """Its memory; None before its first request."""
-    created: float
+    created: Annotated[float, Field(ge=0, lt=2**53)]
     """Seconds since 1970."""
-    parent: str | None = None
+    parent: _Text | None = None
     """Id of the session that it was branched from."""
-    message_end: str = ""
+    message_end: _Text = ""
     """The end of its last message, which a reply that was cut lacks: it comes before the next message of a chat."""
 
     @property
@@ -74,49 +75,16 @@ class Session:
         }
 
 
-@dataclass(frozen=True)
-class SessionHeader:
-    """What the header of a session's file says, checked against the models."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _SavedSession(Session):
+    """A session in a file, with what its keys and values were computed with."""
 
-    session: Session
-    """The session; its state has no tensors."""
-    num_bytes: int
-    """Size of the session in bytes, once it is read."""
-    file_bytes: int
-    """Size of the whole file."""
-
-
-_Count = Annotated[int, Field(ge=0, lt=2**62)]
-_Text = Annotated[str, Field(max_length=1000)]
-
-
-class _Values(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _StateValues(_Values):
-    """The counts of a state in the header, as in `MemoryState`."""
-
-    newest: _Count
-    num_valid: _Count
-    num_read: _Count
-    memory_length: _Count
-
-
-class _SessionValues(_Values):
-    """A session in the header, without its tensors."""
-
-    id: Annotated[str, Field(pattern=ID_PATTERN)]
-    owner: _Text
-    model: _Text
-    memory_length: _Count
-    created: Annotated[float, Field(ge=0, lt=2**53)]
-    parent: _Text | None
-    message_end: _Text = ""
     weights_sha256: _Text
     limits: _Text
-    """What else the keys and values were computed with, `ServedModel.limits_text`."""
-    state: _StateValues | None
+    """`ServedModel.limits_text`."""
+
+
+_JSON = TypeAdapter(_SavedSession)
 
 
 def write_session(path: Path, session: Session, served: ServedModel) -> None:
@@ -125,70 +93,33 @@ def write_session(path: Path, session: Session, served: ServedModel) -> None:
     Raises:
         UserError: the file system refuses.
     """
-    tensors, counts = dict[str, torch.Tensor](), None
-    if session.state is not None:
-        counts = vars(session.state).copy()
-        tensors = counts.pop("tensors")
-    model = {"weights_sha256": served.weights_sha256, "limits": served.limits_text}
-    values = _SessionValues.model_validate({**vars(session), **model, "state": counts})
-    metadata = {"session": values.model_dump_json()}
-    save_tensors(path, {**tensors, "txl_session": torch.zeros(1)}, metadata, private=True)
-
-
-def header_bytes(beginning: bytes | bytearray) -> int:
-    """Return the number of bytes up to the end of the header, by the first 8 bytes of a file.
-
-    Raises:
-        UserError: there are fewer, or the header is longer than that of any session.
-    """
-    size = int.from_bytes(beginning[:8], "little")
-    if len(beginning) < 8 or size > MAX_HEADER_BYTES:
-        raise UserError(_NO_SESSION.format("too long, or not there"))
-    return 8 + size
-
-
-def check_header(beginning: bytes, models: Mapping[str, ServedModel]) -> SessionHeader:
-    """Check the header of a session's file before anything is allocated: its values, the model, names and shapes.
-
-    Args:
-        beginning: the file, at least up to the end of its header.
-        models: the models by name.
-
-    Raises:
-        UserError: it is not a session of one of these models.
-    """
-    end = header_bytes(beginning)
-    if len(beginning) < end:
-        raise UserError(_NO_SESSION.format("cut"))
-    try:
-        header = json.loads(beginning[8:end])
-        text = json.loads(header.pop("__metadata__")["transformer_xl"])["session"]
-        shapes = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(_NO_SESSION.format("not readable")) from None
-    session, served = _described(text, models)
-    _check_shapes(shapes, session, served)
-    num_bytes = 0 if session.state is None else served.state_bytes(session.state)
-    return SessionHeader(session, _BASE_BYTES + num_bytes, end + num_bytes + 4)
+    saved = _SavedSession(**vars(session), weights_sha256=served.weights_sha256, limits=served.limits_text)
+    metadata = {"session": _JSON.dump_json(saved, exclude={"state": {"tensors"}}).decode()}
+    tensors = session.state.tensors if session.state else {}
+    save_tensors(path, {**tensors, **_EMPTY_TENSOR}, metadata, private=True)
 
 
 def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
-    """Read the file of a session whose header was checked.
+    """Read the file of a session; its header is checked before any tensor is read: its values, names and shapes.
 
     Raises:
-        UserError: it is damaged, or its values are not finite or out of range.
+        UserError: it is not a session of one of these models, is damaged, or its values are not finite or out of range.
     """
-    try:
-        tensors, metadata = load_tensors(path)
-    except UserError:
-        raise UserError("the file of the session is damaged: its checksum does not match its contents") from None
-    session, served = _described(metadata.get("session"), models)
-    names = {name: (served.dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    _check_shapes(names, session, served)
-    del tensors["txl_session"]
+    with _damage_reported():
+        metadata, shapes = read_metadata(path), read_shapes(path)
+    session, served = _described(metadata.get("session", ""), models)
+    state_tensors: dict[str, torch.Tensor] = {} if session.state is None else served.state_tensors(session.state)
+    expected = {name: tuple(tensor.shape) for name, tensor in {**state_tensors, **_EMPTY_TENSOR}.items()}
+    if shapes != expected:
+        raise UserError("the memory in this file has another shape than this model and memory length need")
+    with _damage_reported():
+        tensors, _ = load_tensors(path)
     if session.state is None:
         return session
+    del tensors["txl_session"]
     for name, tensor in tensors.items():
+        if tensor.dtype != state_tensors[name].dtype:
+            raise UserError(f"the memory in this file has another data type than this model ({name})")
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
         # ids of tokens; those for n-gram embeddings are one higher
@@ -198,33 +129,42 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
     return replace(session, state=replace(session.state, tensors=tensors))
 
 
-def _described(text: object, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
+@contextmanager
+def _damage_reported() -> Iterator[None]:
+    """Let an error in reading the file say nothing about where it is on the server."""
+    try:
+        yield
+    except UserError:
+        raise UserError("this is not the file of a session, or it is damaged") from None
+
+
+def _described(text: str, models: Mapping[str, ServedModel]) -> tuple[Session, ServedModel]:
     """Return a session without its tensors, by the JSON in its header, and its model.
 
     Raises:
         UserError: a value is missing or wrong, or it fits none of the models.
     """
     try:
-        values = _SessionValues.model_validate(json.loads(text) if isinstance(text, str) else None)
+        saved = _JSON.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "all of them"
         raise UserError(f"the values in the header of this session are malformed: {name}: {first['msg']}") from None
-    except (ValueError, RecursionError):
-        raise UserError(_NO_SESSION.format("not readable")) from None
-    same = [served for served in models.values() if served.weights_sha256 == values.weights_sha256]
+    same = [served for served in models.values() if served.weights_sha256 == saved.weights_sha256]
     problem = UserError("this session belongs to other weights than those of the models that are served")
-    for served in sorted(same, key=lambda one: one.name != values.model):  # runs may have the same weights
+    for served in sorted(same, key=lambda one: one.name != saved.model):  # runs may have the same weights
         try:
-            if values.limits != served.limits_text:
+            if saved.limits != served.limits_text:
                 raise UserError("this session was made with another attention window or clamp length")
-            length = served.check_memory_length(values.memory_length)
-            state = None if values.state is None else _counts(values.state, served)
+            length = served.check_memory_length(saved.memory_length)
+            if saved.state is not None:
+                _check_counts(saved.state, served)
         except UserError as error:
             problem = error
             continue
-        fields = values.model_dump(exclude={"weights_sha256", "limits"})
-        return Session(**fields | {"model": served.name, "memory_length": length, "state": state}), served
+        fields: dict[str, Any] = {**vars(saved), "model": served.name, "memory_length": length}
+        del fields["weights_sha256"], fields["limits"]
+        return Session(**fields), served
     raise problem
 
 
@@ -233,21 +173,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(part.isfinite().all()) for part in tensor.flatten().split(2**14))
 
 
-def _check_shapes(shapes: _Shapes, session: Session, served: ServedModel) -> None:
-    state_shapes: _Shapes = {} if session.state is None else served.state_shapes(session.state)
-    if shapes != {**state_shapes, **_EMPTY_TENSOR}:
-        raise UserError("the memory in this file has another shape than this model and memory length need")
-
-
-def _counts(values: _StateValues, served: ServedModel) -> MemoryState:
-    """Return a state without its tensors.
+def _check_counts(state: MemoryState, served: ServedModel) -> None:
+    """Check that the counts of a state are in range.
 
     Raises:
-        UserError: its counts are out of range.
+        UserError: they are not.
     """
-    state = MemoryState({}, **values.model_dump())
     if state.newest >= served.inference.config.vocab_size or state.memory_length > served.max_slots:
         raise UserError("the counts of tokens in this session are out of range")
     if state.num_valid != min(state.num_read, state.memory_length):
         raise UserError("the counts of tokens in this session contradict each other")
-    return state

@@ -7,7 +7,6 @@ exceed a bound in bytes, those of the key that has the most bytes are deleted, t
 
 from __future__ import annotations
 
-import re
 import secrets
 import tempfile
 import threading
@@ -17,24 +16,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from transformer_xl.apps.serve.protocol import ApiError
 from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.apps.serve.served_model import ServedModel
-from transformer_xl.apps.serve.session_file import (
-    ID_PATTERN,
-    MAX_HEADER_BYTES,
-    Session,
-    SessionHeader,
-    check_header,
-    header_bytes,
-    read_session,
-    write_session,
-)
+from transformer_xl.apps.serve.session_file import Session, read_session, write_session
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, remove_leftovers
 from transformer_xl.progress import note
 
+_HEADER_BYTES = 2**20  # in which the header of a session's file certainly fits
 _UNKNOWN = "no session {!r} of this key: it was deleted, or the least recently used to make room, or never existed"
 
 
@@ -91,7 +83,7 @@ class SessionStore:
     def max_file_bytes(self) -> int:
         """Size of the largest file of a session that may be imported."""
         largest = max(served.max_state_bytes for served in self._models.values())
-        return MAX_HEADER_BYTES + min(largest, self.max_bytes)
+        return _HEADER_BYTES + min(largest, self.max_bytes)
 
     def reserve(self, owner: str, model: str, memory_length: int) -> Session:
         """Return a session that exists only once it is committed; this request alone may change it until `release`."""
@@ -172,29 +164,33 @@ class SessionStore:
             return path.read_bytes()
 
     @contextmanager
-    def importing(self) -> Iterator[ReceivedFile]:
-        """Yield what receives the file of a session; only one at a time is received.
+    def importing(self) -> Iterator[IO[bytes]]:
+        """Yield a file for what arrives of a session; only one at a time is received.
 
         Raises:
-            ApiError: another one is being received.
+            ApiError: another one is being received, or what has arrived cannot be written.
         """
         if not self._importing.acquire(blocking=False):
             message, headers = "another session is being imported; try again later", {"retry-after": "1"}
             raise ApiError(429, message, code="import_busy", headers={**headers, "connection": "close"})
         try:
-            with tempfile.TemporaryDirectory(prefix="txl-session-") as folder:
-                yield ReceivedFile(Path(folder) / "session.safetensors", self._models)
+            with tempfile.NamedTemporaryFile(prefix="txl-session-", suffix=".safetensors") as file:
+                yield file
+        except OSError as error:
+            note(f"writing the file of a session: {error}")
+            raise ApiError(507, "the session could not be written; the server's log says why") from None
         finally:
             self._importing.release()
 
-    def imported(self, received: ReceivedFile, owner: str) -> Session:
+    def imported(self, file: IO[bytes], owner: str) -> Session:
         """Make a session from a file that was received.
 
         Raises:
             UserError: it is no session of these models and weights, or is damaged.
             ApiError: it does not fit into the bound, or cannot be saved.
         """
-        session = read_session(received.finish(), self._models)
+        file.flush()
+        session = read_session(Path(file.name), self._models)
         session = replace(session, id=_new_id(), owner=owner, created=time.time(), parent=None)
         self._put(session)
         return session
@@ -253,87 +249,24 @@ class SessionStore:
             files = sorted(folder.glob("*.safetensors"), key=lambda file: file.lstat().st_mtime, reverse=True)
         left, num_left_out = self.max_bytes, 0
         for file in files:
+            if num_left_out:
+                num_left_out += 1
+                continue
             try:
-                header = self._file_header(file)
-                if num_left_out or header.num_bytes > left:
-                    num_left_out += 1  # the file stays: the bound may be raised again
-                    continue
                 session = read_session(file, self._models)
+                if session.id != file.stem:
+                    raise UserError("it was renamed")
             except (UserError, OSError) as error:
                 note(f"{file} is left out: {error}")
                 continue
-            left -= header.num_bytes
+            if session.num_bytes > left:
+                num_left_out = 1  # the file stays: the bound may be raised again
+                continue
+            left -= session.num_bytes
             self._sessions[session.id] = session
             self._sessions.move_to_end(session.id, last=False)
         if num_left_out:
             note(f"--sessions {folder}: {num_left_out} of them are left out, for which --session-bytes has no room")
-
-    def _file_header(self, file: Path) -> SessionHeader:
-        """Return what the header of a file in the folder of sessions says.
-
-        Raises:
-            UserError: it is not that of a session, or the file was renamed or cut.
-            OSError: it cannot be read.
-        """
-        if not re.fullmatch(ID_PATTERN, file.stem):
-            raise UserError("its name is not that of a session")
-        if not file.is_file():  # to open a pipe would wait
-            raise UserError("it is not a file")
-        with file.open("rb") as opened:
-            header = check_header(opened.read(8 + MAX_HEADER_BYTES), self._models)
-        if header.session.id != file.stem:
-            raise UserError("it was renamed")
-        if header.file_bytes != file.stat().st_size:
-            raise UserError("it is longer or shorter than its header says")
-        return header
-
-
-class ReceivedFile:
-    """The file of a session while it is received; its header is checked before more than that is kept."""
-
-    def __init__(self, path: Path, models: Mapping[str, ServedModel]) -> None:
-        """Prepare to write the file at `path`."""
-        self._path, self._models = path, models
-        self._beginning, self._num_bytes = bytearray(), 0
-        self._header: SessionHeader | None = None
-
-    def add(self, chunk: bytes) -> None:
-        """Add what has arrived.
-
-        Raises:
-            ApiError: it is no session of these models, or cannot be written.
-        """
-        try:
-            self._num_bytes += len(chunk)
-            if self._header is None:
-                self._beginning += chunk
-                if len(self._beginning) < 8 or len(self._beginning) < header_bytes(self._beginning):
-                    return
-                self._header = check_header(bytes(self._beginning), self._models)
-                chunk = bytes(self._beginning)
-            self._check_length(self._num_bytes <= self._header.file_bytes)
-        except UserError as error:
-            raise ApiError(400, str(error), headers={"connection": "close"}) from None
-        try:
-            with as_user_error("writing the file of a session"), self._path.open("ab") as file:
-                file.write(chunk)
-        except UserError as error:
-            note(str(error))
-            raise ApiError(507, "the session could not be written; the server's log says why") from None
-
-    def finish(self) -> Path:
-        """Return the whole file.
-
-        Raises:
-            UserError: it has ended too early.
-        """
-        self._check_length(self._header is not None and self._num_bytes == self._header.file_bytes)
-        return self._path
-
-    @staticmethod
-    def _check_length(is_right: bool) -> None:
-        if not is_right:
-            raise UserError("the file of the session is longer or shorter than its header says")
 
 
 def _new_id(kind: str = "session") -> str:

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, override
+from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
@@ -99,10 +99,6 @@ class SurprisalTable(list[dict[str, Any]]):
         if file is not None:
             write_text(as_path(file, "file", "give the path of a .csv file"), text.getvalue())
         return text.getvalue()
-
-    @override
-    def __repr__(self) -> str:
-        return f"SurprisalTable({len(self):,} rows; columns {', '.join(self.column_names)})"
 
 
 def surprisal(

@@ -70,7 +70,7 @@ class WatchOptions:
         Raises:
             UserError: they do not, or it cannot.
         """
-        rate, state = self.false_alarms, self.state
+        state = self.state
         if self.file is not None and self.socket is not None:
             raise UserError("--file and --socket were both given; use one of them")
         if self.from_end and self.file is None:
@@ -79,10 +79,8 @@ class WatchOptions:
             raise UserError(f"--threshold {self.threshold:g} is no number of bits; leave it out to print every line")
         if self.threshold is not None and self.calibrate is not None:
             raise UserError("--threshold and --calibrate were both given; use one of them")
-        if rate is not None and self.calibrate is None:
+        if self.false_alarms is not None and self.calibrate is None:
             raise UserError("--false-alarms needs --calibrate FILE, with normal text")
-        if rate is not None and not 0 <= rate < 1:
-            raise UserError(f"--false-alarms {rate:g} is out of range; must be 0 <= fraction < 1, such as 0.001")
         if state is not None and not os.access(state.absolute().parent, os.W_OK):
             advice = f"folder {state.parent} is missing or cannot be written to; give another path"
             raise UserError(f"--state {state}: {advice}")

@@ -9,15 +9,16 @@ not be there.
 from __future__ import annotations
 
 import codecs
+import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from transformer_xl.apps.watch.live import BLOCK_BYTES, LiveText
 from transformer_xl.config import UserError
@@ -28,7 +29,6 @@ LineScoreName = Literal["mean", "sum", "max"]
 MAX_LINE_TOKENS = 2**16
 """A longer line is reported in parts of about this length."""
 _MAX_TEXT_BYTES = 1000  # of a line, which are kept to show it
-_COUNTS, _BITS = ("line", "part", "tokens"), ("bits", "max_bits")  # of a line in a saved state
 _NATS_PER_BIT = math.log(2)
 _IDLE_SECONDS = 0.2  # between two looks at whether to stop
 
@@ -60,6 +60,30 @@ class LineSurprisal:
         return {"mean": self.bits_per_token, "sum": self.bits, "max": self.max_bits}[name]
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**62)]
+_Start = Annotated[bytes, Field(max_length=_MAX_TEXT_BYTES)]
+
+
+@dataclass
+class _State:
+    """What a LineStream holds: the line whose tokens are being read, and the first bytes of lines that have arrived."""
+
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False, ser_json_bytes="hex", val_json_bytes="hex")
+
+    line: _Count
+    part: _Count
+    tokens: _Count
+    bits: float
+    max_bits: float
+    starts: Annotated[list[_Start], Field(min_length=1)]
+    """The first bytes of lines that are not reported, of which the last is arriving."""
+    mark: _Start | None
+    """What may be a byte order mark, which is no text; None after it."""
+
+
+_JSON = TypeAdapter(_State)
+
+
 class LineStream:
     """Reads a text in bytes chunk by chunk, and returns the surprisal of each line once it is known."""
 
@@ -77,17 +101,16 @@ class LineStream:
         self._is_newline_V = stream.run.tokenizer.is_newline_V
         if not self._is_newline_V.any():
             raise UserError("the run's tokenizer has no token for the end of a line, so lines have no surprisal")
-        self._open = LineSurprisal(line=1, part=0, tokens=0, bits=0.0, max_bits=0.0)  # what is known of a line
-        self._starts = deque[bytes]()  # the first bytes of lines that have arrived and are not reported
-        self._start = b""  # of the line that is arriving
-        self._mark: bytes | None = b""  # what may be a byte order mark, which is no text; None after it
-        if state is not None:
-            self._restore(state)
+        new = _State(line=1, part=0, tokens=0, bits=0.0, max_bits=0.0, starts=[b""], mark=b"")
+        try:
+            self._state = new if state is None else _JSON.validate_json(json.dumps(state))
+        except ValidationError:
+            raise UserError("the saved state has no lines, or other ones than can be; give another file") from None
 
     @property
     def has_waiting_lines(self) -> bool:
         """Whether whole lines have arrived that `flush` would report."""
-        return bool(self._starts)
+        return len(self._state.starts) > 1
 
     def read(self, text: bytes) -> list[LineSurprisal]:
         """Read more of the text, and return the lines whose surprisal is known now.
@@ -95,19 +118,18 @@ class LineStream:
         Raises:
             UserError: the tokenizer cannot encode the text; nothing was read.
         """
-        if self._mark is not None:
-            text = self._mark + text
+        state = self._state
+        if state.mark is not None:
+            text = state.mark + text
             if len(text) < len(codecs.BOM_UTF8) and codecs.BOM_UTF8.startswith(text):
-                self._mark = text
+                state.mark = text
                 return []
             text = text.removeprefix(codecs.BOM_UTF8)
         tokens = self.stream.read(text)
-        self._mark = None
+        state.mark = None
         first, *others = text.split(b"\n")
-        self._start += first[: _MAX_TEXT_BYTES - len(self._start)]
-        for start in others:
-            self._starts.append(self._start)
-            self._start = start[:_MAX_TEXT_BYTES]
+        state.starts[-1] += first[: _MAX_TEXT_BYTES - len(state.starts[-1])]
+        state.starts += [start[:_MAX_TEXT_BYTES] for start in others]
         return list(self._lines(tokens))
 
     def flush(self) -> list[LineSurprisal]:
@@ -116,64 +138,45 @@ class LineStream:
 
     def finish(self) -> list[LineSurprisal]:
         """End the text, and return the last lines, also one without a newline."""
-        begun, self._mark = self._mark, None
+        begun, self._state.mark = self._state.mark, None
         lines = self.read(begun or b"")
         lines += self._lines(self.stream.finish())
-        if self._open.tokens:
+        if self._state.tokens:
             lines.append(self._end_line())
-        self._starts.clear()
-        self._start = b""
+        self._state.starts = [b""]
         return lines
 
     def state(self) -> dict[str, Any]:
         """Return what this object holds, as JSON values."""
-        starts, mark = [start.hex() for start in [*self._starts, self._start]], self._mark
-        known = {name: getattr(self._open, name) for name in (*_COUNTS, *_BITS)}
-        return {**known, "starts": starts, "mark": None if mark is None else mark.hex()}
+        return _JSON.dump_python(self._state, mode="json")
 
     def _lines(self, tokens: ScoredTokens) -> Iterator[LineSurprisal]:
-        bits_K = tokens.nats_K / _NATS_PER_BIT
+        bits_K, state = tokens.nats_K / _NATS_PER_BIT, self._state
         is_newline_K = self._is_newline_V[tokens.ids_K]
         for start, end in pairwise([0, *(np.flatnonzero(is_newline_K) + 1).tolist(), len(tokens)]):
             if start == end:
                 continue
-            known, max_bits = self._open, float(bits_K[start:end].max())
-            self._open = replace(
-                known,
-                tokens=known.tokens + end - start,
-                bits=known.bits + float(bits_K[start:end].sum()),
-                max_bits=max(known.max_bits, max_bits),
-            )
+            state.tokens += end - start
+            state.bits += float(bits_K[start:end].sum())
+            state.max_bits = max(state.max_bits, float(bits_K[start:end].max()))
             if is_newline_K[end - 1]:
                 yield self._end_line()
-            elif self._open.tokens >= MAX_LINE_TOKENS:
-                yield self._end_part(self._starts[0] if self._starts else self._start, self._open.part + 1)
+            elif state.tokens >= MAX_LINE_TOKENS:
+                yield self._end_part(state.starts[0], state.part + 1)
 
     def _end_line(self) -> LineSurprisal:
-        start, part = self._starts.popleft() if self._starts else self._start, self._open.part
-        line = self._end_part(start, part + 1 if part else 0)
-        self._open = replace(self._open, line=line.line + 1, part=0)
+        state = self._state
+        start = state.starts.pop(0) if self.has_waiting_lines else state.starts[0]
+        line = self._end_part(start, state.part + 1 if state.part else 0)
+        state.line, state.part = state.line + 1, 0
         return line
 
     def _end_part(self, start: bytes, part: int) -> LineSurprisal:
         """Return what is known of the line as a whole or as a part of it, and begin the next part."""
-        known = replace(self._open, part=part, text=start.removesuffix(b"\r").decode("utf-8", errors="replace"))
-        self._open = LineSurprisal(line=known.line, part=part, tokens=0, bits=0.0, max_bits=0.0)
-        return known
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        try:
-            counts, bits = [state[name] for name in _COUNTS], [state[name] for name in _BITS]
-            *starts, start = (bytes.fromhex(text) for text in state["starts"])
-            mark = None if state["mark"] is None else bytes.fromhex(state["mark"])
-            is_right = all(type(count) is int and 0 <= count < 2**62 for count in counts)
-            is_right = is_right and all(type(value) is float and math.isfinite(value) for value in bits)
-            if not is_right or any(len(one) > _MAX_TEXT_BYTES for one in [*starts, start, mark or b""]):
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise UserError("the saved state has no lines, or other ones than can be; give another file") from None
-        self._open = LineSurprisal(*counts, *bits)
-        self._starts, self._start, self._mark = deque(starts), start, mark
+        state, text = self._state, start.removesuffix(b"\r").decode("utf-8", errors="replace")
+        line = LineSurprisal(state.line, part, state.tokens, state.bits, state.max_bits, text)
+        state.part, state.tokens, state.bits, state.max_bits = part, 0, 0.0, 0.0
+        return line
 
 
 @dataclass(frozen=True)

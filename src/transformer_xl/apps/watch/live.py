@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import queue
 import select
-import selectors
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, check_is_new
@@ -25,10 +28,11 @@ from transformer_xl.files import as_user_error, check_is_new
 BLOCK_BYTES = 2**13  # read at once; a signal is noticed between two blocks
 _POLL_SECONDS = 0.1  # between two looks at a file that has not grown
 _MAX_WRITERS = 64  # connections to a socket
-_MAX_LINE_BYTES = 2**16  # of a connection, before its line is passed on without an end
+_MAX_LINE_BYTES = 2**16  # of a line from a writer
+_MAX_WAITING_LINES = 1000  # which writers have written and nobody has read
 
 
-class LiveText(Protocol):
+class LiveText:
     """Text that is still being written."""
 
     name: str
@@ -36,9 +40,11 @@ class LiveText(Protocol):
 
     def read(self, seconds: float) -> bytes | None:
         """Return the next block; empty if nothing comes within so many seconds, None after the end."""
+        raise NotImplementedError
 
     def position(self) -> dict[str, Any]:
-        """Return the position from which `begin_at` continues, as JSON values; empty if it cannot."""
+        """Return the position from which `begin_at` continues, as JSON values; empty if the text is gone then."""
+        return {}
 
     def begin_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, if it still exists."""
@@ -47,7 +53,7 @@ class LiveText(Protocol):
         """Close what is open."""
 
 
-class PipedText:
+class PipedText(LiveText):
     """The text of a file descriptor, such as standard input, until its end."""
 
     name = "standard input"
@@ -55,25 +61,15 @@ class PipedText:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    @override
     def read(self, seconds: float) -> bytes | None:
-        """Return the next block, empty if nothing comes in time, or None after the end."""
         with as_user_error(f"reading {self.name}"):
             if not select.select([self._descriptor], [], [], seconds)[0]:
                 return b""
             return os.read(self._descriptor, BLOCK_BYTES) or None
 
-    def position(self) -> dict[str, Any]:
-        """Return nothing: the next command gets another standard input."""
-        return {}
 
-    def begin_at(self, position: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class FollowedFile:
+class FollowedFile(LiveText):
     """A file that grows, without an end, as `tail -F` shows it.
 
     If the path names another file (rotation), the rest of the old one is read and then the new one. If the file becomes
@@ -99,6 +95,7 @@ class FollowedFile:
             if from_end:
                 self._position = os.lseek(self._descriptor, 0, os.SEEK_END)
 
+    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next block, or an empty one if nothing is appended in time."""
         deadline = time.monotonic() + seconds
@@ -111,12 +108,14 @@ class FollowedFile:
                     return b""
                 time.sleep(min(left, _POLL_SECONDS))
 
+    @override
     def position(self) -> dict[str, Any]:
         """Return which file is open, and how much of it is read."""
         status = os.fstat(self._descriptor)
         names = {"device": status.st_dev, "inode": status.st_ino}
         return {**names, "offset": self._position, "ends_in_line": self._ends_in_line}
 
+    @override
     def begin_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a position, if the path still names that file, and it is as long; else at its beginning."""
         status, offset = os.fstat(self._descriptor), position.get("offset")
@@ -127,6 +126,7 @@ class FollowedFile:
         else:
             self._position = sys.maxsize  # beyond the end, as after a truncation
 
+    @override
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
@@ -173,7 +173,7 @@ class FollowedFile:
         return b"\n" if cut else b""
 
 
-class SocketText:
+class SocketText(LiveText):
     """The lines that programs on this machine write to a socket, in the order in which they arrive, without an end.
 
     The lines of several writers are not mixed; a writer that disconnects within a line ends it.
@@ -201,73 +201,50 @@ class SocketText:
                 raise UserError(
                     f"'{address}' is no address; give 127.0.0.1:PORT with a port up to 65535, or a path such as ./a:b"
                 )
-        self._server.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
-        self._lines: dict[socket.socket, bytes] = {}  # the line that each writer has begun
+        self._lines: queue.Queue[bytes] = queue.Queue(_MAX_WAITING_LINES)
+        self._places = threading.Semaphore(_MAX_WRITERS)
+        threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def port(self) -> int:
         """Number of the port."""
         return int(self._server.getsockname()[1])
 
+    @override
     def read(self, seconds: float) -> bytes | None:
         """Return the next lines, or an empty block if no line ends in time."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket) and (block := self._receive(key.fileobj)):
-                    return block
-            if time.monotonic() >= deadline:
-                return b""
+        block = b""
+        with suppress(queue.Empty):
+            block = self._lines.get(timeout=seconds)
+            while len(block) < BLOCK_BYTES:
+                block += self._lines.get_nowait()
+        return block
 
-    def position(self) -> dict[str, Any]:
-        """Return nothing: what was written to a socket is gone."""
-        return {}
-
-    def begin_at(self, position: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
+    @override
     def close(self) -> None:
-        """Close all connections and remove the socket."""
-        for connection in [*self._lines, self._server]:
-            connection.close()
-        self._selector.close()
+        """Accept no more writers, and remove the socket."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._server.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # the writer has gone
-            connection, _ = self._server.accept()
-            if len(self._lines) >= _MAX_WRITERS:
-                connection.close()
-                return
-            connection.setblocking(False)
-            self._lines[connection] = b""
-            self._selector.register(connection, selectors.EVENT_READ)
+        """Start a thread for each writer, until the socket is closed."""
+        with suppress(OSError):
+            while True:
+                connection, _ = self._server.accept()
+                if self._places.acquire(blocking=False):
+                    threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+                else:
+                    connection.close()
 
-    def _receive(self, connection: socket.socket) -> bytes:
-        """Return the whole lines that a writer has written; the begun one too if it is too long or the writer gone."""
-        try:
-            block = connection.recv(BLOCK_BYTES)
-        except BlockingIOError:
-            return b""
-        except OSError:  # the connection was reset
-            block = b""
-        text = self._lines[connection] + block
-        if not block:
-            self._selector.unregister(connection)
-            connection.close()
-            del self._lines[connection]
-            return text + b"\n" if text else b""
-        end = text.rfind(b"\n") + 1
-        if not end and len(text) > _MAX_LINE_BYTES:
-            text += b"\n"
-            end = len(text)
-        self._lines[connection] = text[end:]
-        return text[:end]
+    def _receive(self, connection: socket.socket) -> None:
+        """Pass on the lines of a writer; one that is too long ends where it is cut."""
+        with suppress(OSError), connection, connection.makefile("rb") as text:  # the connection may be reset
+            while line := text.readline(_MAX_LINE_BYTES):
+                self._lines.put(line if line.endswith(b"\n") else line + b"\n")
+        self._places.release()
 
 
 def _listening_port(host: str, port: int) -> socket.socket:
@@ -293,10 +270,8 @@ def _listening_path(path: Path) -> socket.socket:
     before = os.umask(0o177)  # for this user alone
     try:
         server.bind(str(path))
-    except OSError as error:
+    except OSError:
         server.close()
-        if "too long" in str(error):
-            raise UserError(f"{path}: the path of a socket has at most about 100 bytes; give a shorter one") from None
         raise
     finally:
         os.umask(before)

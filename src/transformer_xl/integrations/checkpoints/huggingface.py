@@ -8,7 +8,7 @@ queries of an imported model attend to the zeros of an empty memory, and `same_l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,11 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".json":
         index = read_checkpoint_json(file)
         shards = index.get("weight_map") if isinstance(index, dict) else None  # weight name -> file name
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise UserError(f"{file} has no weight_map; get it again")
-        if any(Path(shard).suffix == ".json" for shard in shards.values()):
-            raise UserError(f"{file} names another index instead of weights; get it again")
-        if any(Path(shard).name != shard for shard in shards.values()):
-            raise UserError(f"{file} names a file outside its folder; get it again")
+        names = list(shards.values()) if isinstance(shards, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name and not name.endswith(".json") for name in names):
+            raise UserError(f"{file} has no weight_map to files of weights in its folder; get it again")
         weights: dict[str, Tensor] = {}
-        for shard in sorted(set(shards.values())):
+        for shard in sorted(set(names)):
             weights |= _read_weights(file.parent / shard)
         return weights
     if file.suffix == ".bin":
@@ -200,7 +197,11 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     if not model.attend_empty_memory:
         notes.append("TransfoXL attends to empty memory slots, this model does not: first segments will differ")
     words = words_of(tokenizer)
-    notes += _tokenizer_notes(tokenizer, words)
+    if not (isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.name == "moses"):
+        notes.append(
+            f"TransfoXLTokenizer does not read text as this run's tokenizer ({tokenizer.kind}) does: encode text with "
+            "that and pass the ids to the model"
+        )
     tensors = export_weights(model, HUGGING_FACE, weights)
     # the frequencies of the sinusoidal position encoding, which TransfoXL stores as a buffer
     tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.d_model, 2.0) / model.d_model))
@@ -215,29 +216,10 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
             lower_case = isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.lowercase
             tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
             pretrained.write_config(temporary / "tokenizer_config.json", tokenizer_config)
-            if _contain_whitespace(words):
+            if any(word.split() != [word] for word in words):  # at whitespace TransfoXLTokenizer cuts a line
                 pretrained.write_config(temporary / "vocab.json", list(words))
+                notes.append("words with whitespace are cut in vocab.txt for TransfoXLTokenizer; vocab.json has them")
     return tuple(notes)
-
-
-def _contain_whitespace(words: Sequence[str]) -> bool:
-    """Return whether any word contains Unicode whitespace, at which TransfoXLTokenizer splits a line of vocab.txt."""
-    return any(word.split() != [word] for word in words)
-
-
-def _tokenizer_notes(tokenizer: Tokenizer, words: Sequence[str] | None) -> list[str]:
-    """Return how TransfoXLTokenizer would encode text differently from the run's tokenizer."""
-    advice = "encode text with this run's tokenizer and pass the ids to the model"
-    if words is None:
-        return [f"TransfoXL has no {tokenizer.kind} tokenizer: {advice}"]
-    notes = []
-    if not isinstance(tokenizer, WordTokenizer):
-        notes.append(f"TransfoXLTokenizer splits text into words, but this one is {tokenizer.kind}: {advice}")
-    elif tokenizer.pre_tokenizer.name != "moses":
-        notes.append(f"TransfoXLTokenizer does not split text as '{tokenizer.pre_tokenizer.name}' does: {advice}")
-    if _contain_whitespace(words):
-        notes.append("words with whitespace are truncated in vocab.txt for TransfoXLTokenizer; vocab.json has them")
-    return notes
 
 
 def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]]:

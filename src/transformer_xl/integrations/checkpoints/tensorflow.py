@@ -3,7 +3,7 @@
 The published archives are read in the layout in which they unpack:
 
     tf_wt103/model/{checkpoint, model.ckpt-0.index, model.ckpt-0.data-00000-of-00001}
-    tf_wt103/data/{cache.pkl, corpus-info.json}
+    tf_wt103/data/cache.pkl
 
 Model sizes come from the shapes of the variables. Settings that the shapes do not determine (memory and clamp lengths,
 dropout) come from the recipe published for the data set, if the model sizes match that recipe. The variables have these
@@ -37,17 +37,15 @@ from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts
 from transformer_xl.integrations.checkpoints.tensor_bundle import TensorBundle
-from transformer_xl.integrations.checkpoints.tokenizers import read_checkpoint_json, read_tokenizer
-from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.integrations.checkpoints.tokenizers import read_tokenizer
 
 _SCOPE = "transformer/"  # prefix of the model's variables
 _ADAM = re.compile(r"/Adam(_\d+)?$")  # suffix of the optimizer's running averages
 _NORM_EPSILON = 1e-12  # the default of tf.contrib.layers.layer_norm
-# the published recipe for each data set, by the authors' name for the data set
-_RECIPES = {"enwik8": "enwik8-24l", "text8": "text8-24l", "wt103": "wikitext-103-large", "lm1b": "lm1b-large"}
+# the recipe of the published model for each data set, by the size of its vocabulary
+_RECIPES = {204: "enwik8-24l", 27: "text8-24l", 267_735: "wikitext-103-large", 793_471: "lm1b-large"}
 # a model with these sizes of the recipe is the published one
 _SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
-_DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # vocabulary sizes that identify the data set
 _NO_LENGTHS = (
     "the files do not contain the segment, memory and clamp lengths or dropout, and this is not a published model, so "
     "these settings have their defaults. The authors' --same_length equals an attention_window of memory_length + 1"
@@ -55,9 +53,6 @@ _NO_LENGTHS = (
 _NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a text (tr -d '\\n') before evaluation"
 # suffix of a checkpoint's files; their path without it is the checkpoint's prefix
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
-# the line of the text file `checkpoint` that names the newest checkpoint
-_MAX_STATE = 2**20  # characters of that file to read; the newest checkpoint is named in the first line
-_NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
 
 def recognizes(path: Path) -> bool:
@@ -89,25 +84,12 @@ def read(path: Path) -> ImportedModel:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Return the prefixes of the checkpoints at a path, sorted.
-
-    A folder and its subfolder `model` can contain a text file `checkpoint`. If it names the newest of the checkpoints
-    next to it, or the one in the folder names one in `model`, only that one is returned.
-    """
+    """Return the prefixes of the checkpoints at a path: of a folder, those in it and in its subfolder `model`."""
     if not path.is_dir() and path.name != "checkpoint":
         prefix = path.with_name(_SUFFIX.sub("", path.name))
         return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
     folder = path if path.is_dir() else path.parent
-    prefixes: list[Path] = []
-    newest: set[Path] = set()
-    for parent in (folder, folder / "model"):
-        prefixes += sorted(file.with_suffix("") for file in parent.glob("*.index"))
-        if (state := parent / "checkpoint").is_file():
-            with state.open(encoding="utf-8", errors="replace") as text:
-                names = _NEWEST.findall(text.read(_MAX_STATE))
-            newest |= {parent / Path(name).name for name in names}
-    named = [prefix for prefix in prefixes if prefix in newest]
-    return named or [prefix for prefix in prefixes if folder / prefix.name in newest] or prefixes
+    return [file.with_suffix("") for parent in (folder, folder / "model") for file in sorted(parent.glob("*.index"))]
 
 
 class _Variables:
@@ -253,10 +235,20 @@ def _layer(variables: _Variables, tf_prefix: str, prefix: str) -> Iterator[tuple
 
 
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
-    """Add the settings that depend on the data set (lengths and dropout), and the tokenizer."""
-    name, tokenizer = _read_data_set(folder, model["vocab_size"])
-    notes = (_NO_NEWLINES,) if name == "enwik8" else ()
-    recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
+    """Add the settings that depend on the data set (lengths and dropout), and the tokenizer.
+
+    The tokenizer is in cache.pkl, the authors' data_utils.Corpus, pickled by Python 2, which is searched for in the
+    checkpoint's folder, in its subfolder `data`, and in the folder `data` next to it.
+
+    Raises:
+        UserError: that file is damaged.
+    """
+    with as_user_error(f"reading {folder}"):
+        folders = (folder, folder / "data", folder.resolve().parent / "data")
+        cache = next((parent / "cache.pkl" for parent in folders if (parent / "cache.pkl").is_file()), None)
+    tokenizer, name = None if cache is None else read_tokenizer(cache), _RECIPES.get(model["vocab_size"])
+    notes = (_NO_NEWLINES,) if name == "enwik8-24l" else ()
+    recipe = None if name is None else load_recipe(name)
     if recipe is None or any(recipe.model[size] != model[size] for size in _SIZES):
         # no settings of training and evaluation
         return ImportedModel(model, {}, {}, weights, tokenizer, (*notes, _NO_LENGTHS))
@@ -265,33 +257,3 @@ def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], fo
     evaluation = {setting: recipe.evaluation[setting] for setting in (*train, "clamp_length")}
     evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # the authors' --same_length
     return ImportedModel({**model, **dropout}, train, evaluation, weights, tokenizer, notes)
-
-
-def _read_data_set(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
-    """Return the authors' name of the data set and its tokenizer, each None if unknown.
-
-    corpus-info.json names the data set, and cache.pkl is the authors' data_utils.Corpus, pickled by Python 2. Both are
-    searched for in the checkpoint's folder, in its subfolder `data`, and in the folder `data` next to it.
-
-    Args:
-        folder: folder that contains the checkpoint.
-        size: V, the vocabulary size.
-
-    Raises:
-        UserError: a file is damaged, or belongs to another model.
-    """
-    with as_user_error(f"reading {folder}"):
-        folders = (folder, folder / "data", folder.resolve().parent / "data")
-        info, cache = (
-            next((parent / name for parent in folders if (parent / name).is_file()), None)
-            for name in ("corpus-info.json", "cache.pkl")
-        )
-    name = _DATA_SETS.get(size)
-    if info is not None:
-        values = read_checkpoint_json(info)
-        if not isinstance(values, dict):
-            raise UserError(f"{info}: expected a JSON object, found {type(values).__name__}; get it again")
-        name = str(values.get("dataset", name))
-        if values.get("vocab_size") != size:
-            raise UserError(f"{info} has another vocab_size than the checkpoint ({size}); use files of the same model")
-    return name, None if cache is None else read_tokenizer(cache)

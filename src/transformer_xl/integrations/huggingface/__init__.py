@@ -38,19 +38,29 @@ def _check_version() -> None:
 
 _check_version()
 
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
 from transformer_xl.integrations.huggingface.cache import MemoryCache  # noqa: E402
 from transformer_xl.integrations.huggingface.configuration import (  # noqa: E402
     PretrainedTransformerXLConfig,
     TransfoXLConfig,
 )
 from transformer_xl.integrations.huggingface.modeling import TransformerXLForCausalLM, from_run  # noqa: E402
-from transformer_xl.integrations.huggingface.registration import register  # noqa: E402
 from transformer_xl.integrations.huggingface.tokenization import (  # noqa: E402
     TransformerXLTokenizer,
     TransfoXLTokenizer,
 )
 
-register()
+# registering them again changes nothing
+for config_class in (PretrainedTransformerXLConfig, TransfoXLConfig):
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+# an old folder's tokenizer_config.json names its class
+AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
+AutoTokenizer.register(PretrainedTransformerXLConfig, TransformerXLTokenizer, exist_ok=True)
+AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
+# Trainer's label smoothing shifts the labels of the models named there only
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
 
 __all__ = [
     "MemoryCache",

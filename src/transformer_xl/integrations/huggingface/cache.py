@@ -1,4 +1,7 @@
-"""The cache that `generate` and `forward` pass on: a holder of one immutable Memory.
+"""The cache that `generate` and `forward` pass on: a holder of one immutable Memory, and of what continues it.
+
+In transformers others change the weights: optimizers, adapters, `load_state_dict`. So nobody can be told to prepare the
+model for inference again; each cache keeps what it was begun with, and the weights are compared before it is continued.
 
 Shape suffixes: B batch rows.
 """
@@ -6,7 +9,8 @@ Shape suffixes: B batch rows.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +18,49 @@ from transformers import Cache
 from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.integrations.huggingface.preparation import Preparation
+from transformer_xl.inference import InferenceModel, prepare_inference
+from transformer_xl.inference.fingerprint import Fingerprint
+from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A prepared model, and the weights that it was made from."""
+
+    inference: InferenceModel
+    _fingerprint: Fingerprint
+
+    @staticmethod
+    def of(model: LanguageModel, dtype: Dtype) -> Preparation | None:
+        """Prepare a model, or return None if its weights are elsewhere: sharded over processes, or not loaded.
+
+        Args:
+            model: the model, in evaluation mode.
+            dtype: as for `prepare_inference`.
+        """
+        for parameter in model.parameters():
+            if parameter.is_meta or hasattr(parameter.data, "placements"):  # a DTensor
+                return None
+        return Preparation(prepare_inference(model, dtype), Fingerprint(model))
+
+    def is_current(self, model: LanguageModel) -> bool:
+        """Return whether it is of this model as it is now."""
+        return self._fingerprint.matches(model)
+
+
+def preparable_dtype(model: LanguageModel) -> Dtype | None:
+    """Return the dtype to prepare a model for, or None if its own modules are needed.
+
+    They are in training mode, which has dropout, with torch.compile, and under autocast to float16.
+    """
+    if model.training or torch.compiler.is_compiling():
+        return None
+    if not torch.is_autocast_enabled(model.device.type):
+        return "float32"
+    return "bfloat16" if torch.get_autocast_dtype(model.device.type) == torch.bfloat16 else None
 
 
 class MemoryCache(Cache):
@@ -41,10 +86,6 @@ class MemoryCache(Cache):
     def __repr__(self) -> str:
         return f"MemoryCache(num_columns={self.num_columns}, memory={self.memory})"
 
-    @override
-    def __len__(self) -> int:
-        return len(self.memory.layers) if self.memory is not None else 0
-
     def __bool__(self) -> bool:
         return True  # also without memory
 
@@ -58,14 +99,6 @@ class MemoryCache(Cache):
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_columns
-
-    @override
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # the memory drops the oldest tokens, so there is no limit
-
-    @override
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.num_columns + query_length, 0
 
     @override
     def reset(self) -> None:
@@ -95,20 +128,5 @@ class MemoryCache(Cache):
 
     @property
     @override
-    def batch_size(self) -> int:
-        return -1 if self.memory is None else self.memory.batch_size
-
-    @property
-    @override
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    @override
     def is_croppable(self) -> bool:
         return False
-
-    @property
-    @override
-    def is_initialized(self) -> bool:
-        return self.memory is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,10 @@ from transformer_xl.integrations.checkpoints.pretrained import (
     generation_values,
     write_code,
 )
-from transformer_xl.integrations.huggingface.cache import MemoryCache
+from transformer_xl.integrations.huggingface.cache import MemoryCache, Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
 from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
-from transformer_xl.integrations.huggingface.preparation import Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -102,8 +101,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: number of last positions to compute logits for, 0 for all; or their indices.
             return_dict: whether to return a CausalLMOutputWithPast; otherwise a tuple.
             num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
-            kwargs: `shift_labels`, labels that are shifted already, in place of `labels` (Trainer takes every named
-                argument with labels for one that it must give). Others must be None: they mean nothing here.
+            kwargs: must be None, since they mean nothing here.
 
         Returns:
             loss, logits, past_key_values and hidden_states, each None where it was not asked for. In training an
@@ -113,7 +111,6 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             UserError: an argument that means nothing here or has another shape, or a mask, cache or token id that the
                 model cannot use.
         """
-        shift_labels = kwargs.pop("shift_labels", None)
         _refuse(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give either input_ids or inputs_embeds")
@@ -121,7 +118,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("this model embeds n-grams of token ids (max_ngram), so it cannot read inputs_embeds")
         inputs = input_ids if input_ids is not None else inputs_embeds
         assert inputs is not None
-        _check_shapes(inputs, labels, shift_labels, is_ids=input_ids is not None)
+        _check_shapes(inputs, labels, is_ids=input_ids is not None)
         cache = _check_cache(past_key_values)
         padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
         keeps_memory = self._keeps_memory(use_cache, cache, padding)
@@ -155,7 +152,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         if keeps_memory:
             cache = MemoryCache() if cache is None else cache
             cache.advance(reader.memory, inputs.shape[1], preparation)
-        targets_BT = _targets(labels, shift_labels, padding)
+        targets_BT = _targets(labels, padding)
         loss, logits_BKV = self._head(model, states_BTD[-1], logits_to_keep, targets_BT, num_items_in_batch)
         output = CausalLMOutputWithPast(
             loss=loss,
@@ -444,37 +441,6 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
 
 
-class _NoModel(TransformerXLForCausalLM):
-    """What an Auto class finds that our models cannot be of, so that it says why."""
-
-    reason: ClassVar[str]
-
-    @classmethod
-    @override
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse to load.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(cls.reason)
-
-
-class NoBaseModel(_NoModel):
-    """What AutoModel finds."""
-
-    reason = (
-        "there is no model without its softmax (AutoModel); take AutoModelForCausalLM, whose "
-        "forward(..., output_hidden_states=True).hidden_states[-1] is the softmax's input"
-    )
-
-
-class NoMaskedLM(_NoModel):
-    """What AutoModelForMaskedLM finds, as by the pipeline fill-mask."""
-
-    reason = "this model predicts the next token, not masked ones; use pipeline('text-generation')"
-
-
 def from_run(
     run: Run | Path | str, *, checkpoint: CheckpointName = "best"
 ) -> tuple[TransformerXLForCausalLM, TransformerXLTokenizer]:
@@ -512,21 +478,20 @@ class _AllLayers:
         return torch.cat(states_BTD, dim=-1), memory
 
 
-def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Padding | None) -> Tensor | None:
+def _targets(labels: Tensor | None, padding: Padding | None) -> Tensor | None:
     """Return the target of each position (B, T), -100 where it has none, or None without labels.
 
     The first token after padding on the left is not predicted, as the first token of a row without padding is not.
     """
-    if shift_labels is None:
-        if labels is None:
-            return None
-        shift_labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    if labels is None:
+        return None
+    targets_BT = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
     if padding is None or padding.side == "right":
-        return shift_labels
-    return masked_padding(shift_labels, padding.lengths, _IGNORED)
+        return targets_BT
+    return masked_padding(targets_BT, padding.lengths, _IGNORED)
 
 
-def _check_shapes(inputs: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, is_ids: bool) -> None:
+def _check_shapes(inputs: Tensor, labels: Tensor | None, *, is_ids: bool) -> None:
     """Check that the inputs are rows of one token or more, and that labels have their shape.
 
     Raises:
@@ -540,11 +505,10 @@ def _check_shapes(inputs: Tensor, labels: Tensor | None, shift_labels: Tensor | 
             f"{name} of shape {tuple(inputs.shape)}; expected {wanted}, with one token or more (a text from nothing "
             "begins with generation_config.bos_token_id)"
         )
-    for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
-        if targets is not None and targets.shape != inputs.shape[:2]:
-            raise UserError(
-                f"{name} of shape {tuple(targets.shape)}; expected {tuple(inputs.shape[:2])}, a label for each token"
-            )
+    if labels is not None and labels.shape != inputs.shape[:2]:
+        raise UserError(
+            f"labels of shape {tuple(labels.shape)}; expected {tuple(inputs.shape[:2])}, a label for each token"
+        )
 
 
 def _check_cache(cache: Cache | None) -> MemoryCache | None:

@@ -85,6 +85,8 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         kwargs = {name: value for name, value in kwargs.items() if name != "added_tokens_decoder"}
         kwargs = {"clean_up_tokenization_spaces": False, "pad_token": pad_token, **special, **kwargs}
         super().__init__(add_bos_token=add_bos_token, **kwargs)
+        self.special_tokens_pattern = "bos" if add_bos_token else "none"
+        self.token_type_ids_pattern = "all_zeros"
         self._is_made = True
 
     @property
@@ -126,28 +128,6 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
     @override
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return self._decode([*map(self._convert_token_to_id_with_added_voc, tokens)])
-
-    @override
-    def build_inputs_with_special_tokens(
-        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
-    ) -> list[int]:
-        first = [self.tokenizer.bos_token_id] if self.add_bos_token else []
-        return [*first, *token_ids_0, *(token_ids_1 or ())]
-
-    @override
-    def get_special_tokens_mask(
-        self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
-    ) -> list[int]:
-        """Return 1 for padding and for the token that add_bos_token puts before the text, 0 for tokens of the text."""
-        if already_has_special_tokens:
-            return [int(token_id >= self.vocab_size) for token_id in token_ids_0]
-        return [*([1] if self.add_bos_token else ()), *[0] * (len(token_ids_0) + len(token_ids_1 or ()))]
-
-    @override
-    def create_token_type_ids_from_sequences(
-        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
-    ) -> list[int]:
-        return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
 
     @override
     def _decode(

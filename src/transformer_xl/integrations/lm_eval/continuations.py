@@ -57,9 +57,6 @@ def score_continuations(
         plan: segment length, context limits and batch size (None: enough to keep the device busy), which changes no
             result.
         progress: called with the number of continuations scored since the last call.
-
-    Raises:
-        UserError: the memory of a batch certainly does not fit on the device.
     """
     scores = [ContinuationScore() for _ in continuations]
     groups: dict[tuple[int, ...], list[int]] = {}  # the continuations that share what is read once
@@ -83,7 +80,6 @@ def score_continuations(
         batch = contexts[begin : begin + batch_size]
         begin += len(batch)
         if limits.memory_length:
-            _require_memory(model, plan, len(batch), num_slots)
             reader = Reader.begin(
                 model, len(batch), limits, segment_length=segment_length, partial=True, max_tokens=longest
             )
@@ -117,13 +113,15 @@ def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> 
     Raises:
         UserError: it certainly does not fit on the device.
     """
-    _require_memory(model, plan, num_rows, plan.context_limits.memory_length)
+    plan.require_memory(
+        "the evaluation",
+        model,
+        num_rows=num_rows,
+        num_new=plan.segment_length,
+        num_slots=plan.context_limits.memory_length,
+        advice="lower memory_length or batch_size",
+    )
     return model.generation_memory(num_rows, plan.context_limits, segment_length=plan.segment_length)
-
-
-def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, num_slots: int) -> None:
-    num_new, advice = plan.segment_length, "lower memory_length or batch_size"
-    plan.require_memory("the evaluation", model, num_rows=num_rows, num_new=num_new, num_slots=num_slots, advice=advice)
 
 
 def _score(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import override
 
-from transformer_xl.config import INT32_MAX, EvaluationConfig, UserError, check_settings, nearest
+from transformer_xl.config import EvaluationConfig, UserError, check_settings, nearest
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -64,8 +64,8 @@ class TxlLM(TemplateLM):
                 tokens, as lm_eval's model `hf` does.
             max_length: tokens of a window, and of the longest context; only with `windows=harness`.
             max_gen_toks: maximum number of new tokens where a task does not say it.
-            batch_size: number of requests computed at once; auto or None: enough to keep the device busy.
-            max_batch_size: an upper bound of the batch size.
+            batch_size: number of requests computed at once; auto, None or 1: enough to keep the device busy.
+            max_batch_size: the batch size where it is auto.
             device: auto, cuda, mps or cpu.
             settings: settings of the evaluation: segment_length, memory_length, attention_window, clamp_length, dtype.
 
@@ -273,13 +273,9 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
-def _batch_size(batch_size: int | str | None, largest: int | None) -> int | None:
-    """Return a batch size, or None if it is to be chosen here.
-
-    Raises:
-        UserError: it is not a whole number above 0, nor auto.
-    """
-    if batch_size is None or str(batch_size).partition(":")[0] == "auto":
-        return largest and _positive("max_batch_size", largest)
-    number = int(batch_size) if str(batch_size).isdecimal() else batch_size
-    return min(_positive("batch_size", number), largest or INT32_MAX)
+def _batch_size(batch_size: int | str | None, largest: int | None) -> Any:
+    """Return a batch size to check, or what bounds it, or None if it is to be chosen here."""
+    # 1 is what lm_eval passes where none was given
+    if batch_size in (None, 1, "1") or str(batch_size).partition(":")[0] == "auto":
+        return largest
+    return int(batch_size) if str(batch_size).isdecimal() else batch_size

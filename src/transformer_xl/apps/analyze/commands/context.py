@@ -83,7 +83,7 @@ def context(
     costs = {model.name: model.cost(sweep) for model in models}
     say(f"tokens to process: {', '.join(f'{name} {cost:,}' for name, cost in costs.items())}")
     with ProgressBar("context", sum(costs.values()), "tokens") as bar:
-        results = measure_context(models, tokens_K, sweep, bar.advance).as_dict()
+        results = measure_context(models, tokens_K, sweep, bar.advance)
     source = {"corpus": str(text.path), "split": split, "device": device}
     values: dict[str, Any] = {**source, "runs": {name: str(path) for name, path in paths.items()}, **results}
     if json:
