@@ -38,7 +38,7 @@ STYLES = (
     (GREY, "x", "--"),
 )
 NOT_MEASURED = "Not measured."
-REPORT = HERE.parent / "src" / "transformer_xl" / "reproduction" / "equal_time.json"
+REPORT = HERE.parent / "src" / "transformer_xl" / "apps" / "reproduce" / "equal_time.json"
 REPORT_TEXT = "python-stdlib"  # which the demo trains on
 REPORTED = ("test_bits_per_token", "range", "seeds", "parameters", "steps")
 Results = dict[str, Any]
@@ -75,25 +75,6 @@ def training_table(results: Results) -> str:
             f"{metrics['peak_resident_bytes_beyond_libraries'] / GIB:.2f} |"
         )
     return "\n".join([environment(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
-
-
-def saved_tensors_table(results: Results) -> str:
-    """Return a Markdown table of what a step keeps for the backward pass: all kinds of tensors of 1 MiB and more."""
-    rows = results["saved"]
-    total, listed = sum(row["mib"] for row in rows), [row for row in rows if row["mib"] >= 1]
-    lines = [
-        f"`{results['command']}`; commit `{results['commit']}`: {total:,.0f} MiB.",
-        "",
-        "| module | shape | dtype | number | MiB |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {row['module'] or 'the model'} | {' x '.join(map(str, row['shape']))} | {row['dtype']} | "
-            f"{row['number']} | {row['mib']:,.1f} |"
-            for row in listed
-        ),
-        f"| all others | | | | {total - sum(row['mib'] for row in listed):,.1f} |",
-    ]
-    return "\n".join(lines)
 
 
 def kernels_table(results: Results) -> str:
@@ -363,7 +344,6 @@ def set_style(axes: Axes, grid: str) -> None:
 SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure | None] | None]] = {
     "training": (training_table, training_chart),
     "small-training": (training_table, None),
-    "saved-tensors": (saved_tensors_table, None),
     "linear": (linear_table, None),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
@@ -375,12 +355,8 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "learning-rates", "equal-time", "serving", "saved-tensors"):
-        return sorted(
-            path
-            for path in folder.glob(f"{name}-*.json")
-            if not path.stem.endswith("-peers") and "-soak-" not in path.stem
-        )
+    if name in ("gpu", "learning-rates", "equal-time", "serving"):
+        return sorted(path for path in folder.glob(f"{name}-*.json") if not path.stem.endswith("-peers"))
     return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 
 
