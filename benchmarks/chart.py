@@ -20,7 +20,6 @@ from typing import Any
 import matplotlib as mpl
 from environment import PROCESSOR_KINDS
 from inference_tables import evaluation_chart, evaluation_table, inference_table
-from learning_rates import table as rates_table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -154,16 +153,6 @@ def gpu_kernels(results: Results) -> list[str]:
         f"| {' | '.join([f'{dtype}, {new:,} + {memory:,}', *(row.get(name, '') for name in names)])} |"
         for (dtype, new, memory), row in cells.items()
     ]
-
-
-def learning_rates_table(results: Results) -> str:
-    """Return a Markdown table of learning-rates-TEXT.json, with a column for each rate."""
-    machine = results["machine"]
-    hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
-    commands = dict.fromkeys(entry["command"] for entry in results["trainings"])
-    commits = dict.fromkeys(entry["commit"] for entry in results["trainings"])
-    lines = [f"Text `{results['text']}`, {hardware}; commit {', '.join(f'`{name}`' for name in commits)}.", "", "```sh"]
-    return "\n".join([*lines, *commands, "```", "", *rates_table(results["trainings"])])
 
 
 def equal_time_tables(text: str, results: Results) -> str:
@@ -347,7 +336,6 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
     "linear": (linear_table, None),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
-    "learning-rates": (learning_rates_table, None),
     "inference": (inference_table, None),
     "evaluation-speed": (evaluation_table, evaluation_chart),
 }
@@ -355,7 +343,7 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "learning-rates", "equal-time", "serving"):
+    if name in ("gpu", "equal-time", "serving"):
         return sorted(path for path in folder.glob(f"{name}-*.json") if not path.stem.endswith("-peers"))
     return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 

@@ -14,7 +14,6 @@ import pytest
 import serving
 from servers import make_run, running
 
-
 FLAGS = "--clients 3 --seconds 1 --tokens 8 --prompt-tokens 6 --drop 0.3 --check 4 --threads 1"
 
 
