@@ -18,7 +18,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from lm_eval import simple_evaluate, utils
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 from lm_eval.models.huggingface import HFLM
@@ -26,7 +26,6 @@ from lm_eval.tasks import TaskManager
 from refusals import txl
 
 from transformer_xl import (
-    ContextLimits,
     RunConfig,
     TrainConfig,
     TransformerXLConfig,
@@ -107,33 +106,6 @@ def test_rolling_adds_the_last_line_end_of_a_word_tokenizer() -> None:
     run = Run(build_model(model, memory_length=11).eval(), tokenizer, config)
     (result,) = ask(TxlLM(run), "loglikelihood_rolling", ("an b\nb",))
     assert result == pytest.approx(-score(run, "an b\nb\n")[0].sums.nats, abs=1e-5)
-
-
-def window_logprob(run: Run, inputs: list[int], targets: list[int]) -> float:
-    """The log-probability of the last tokens of a window, which is read in segments from an empty memory."""
-    memory, parts = run.model.initial_memory(1, ContextLimits(11)), []
-    for start in range(0, len(inputs), 7):
-        hidden_BTD, memory = run.model(torch.tensor([inputs[start : start + 7]]), memory)
-        parts.append(run.model.logits(hidden_BTD)[0])
-    logprobs_TV = torch.cat(parts).log_softmax(-1)[-len(targets) :]
-    return float(logprobs_TV.detach().gather(1, torch.tensor(targets)[:, None]).sum())
-
-
-@pytest.mark.parametrize("max_length", [5, 16, 1000])
-def test_windows_of_the_harness(run_path: Path, max_length: int) -> None:
-    """Its own division of a text into windows, with the logits of our model for each."""
-    run, results = load(run_path), []
-    for text in TEXTS:
-        windows = utils.get_rolling_token_windows(list(text.encode()), ord("\n"), max_length, context_len=1)
-        results.append(sum(window_logprob(run, *window) for window in windows))
-    lm = TxlLM(run, windows="harness", max_length=max_length)
-    assert ask(lm, "loglikelihood_rolling", *[(text,) for text in TEXTS]) == pytest.approx(results, abs=1e-4)
-    # a context is cut on the left, and does not begin with a BOS token
-    context, continuation = "A long context in which a", " word"
-    ids = list((context + continuation).encode())[-max_length - 1 :]
-    expected = window_logprob(run, ids[:-1], list(continuation.encode()))
-    ((logprob, _),) = ask(lm, "loglikelihood", (context, continuation))
-    assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.filterwarnings("default")  # of transformers

@@ -206,18 +206,14 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
     [
         ([], {}, "there is nothing to score; give at least one text"),
         (["a", " "], {}, r"item 2: the text \(column 'text'\) is empty or no text; give it, or leave"),
-        ([{"item": 1}], {}, "item 1: no column 'text'; the columns are item; name yours with --text-column"),
         ([{"text": "a"}], {}, "item 1: no column 'item'; the columns are text; name yours with --item-columns"),
         ([{"item": 1.5, "text": "a"}], {}, "item 1: column 'item' holds 1.5; expected text or an integer"),
-        ([{"item": 1, "text": "a"}] * 2, {}, r"two items have the same labels \(item 1\)"),
         ([{"word": 1, "text": "a"}], {"columns": ItemColumns(labels=("word",))}, "a column 'word' of its own"),
         (3, {}, "items is of type int"),
         # a table of pandas, as far as the check looks
         (SimpleNamespace(columns=["item"], to_dict=dict), {}, r"give its rows: items.to_dict\('records'\)"),
         (["a", 3], {}, "item 2 is of type int"),
         (["ab", "a\u2603"], {}, "item 2: byte 1: the character"),
-        (["a"], {"whitespace": "none"}, "no whitespace 'none'; give one of leading, trailing"),
-        (["a"], {"memory_lengths": [1], "memory_length": 2}, "memory_length and memory_lengths were both given"),
         (["a"], {"memory_lengths": []}, "memory_lengths is empty"),
         (["a"], {"memory_lengths": [-1]}, "memory_length"),
         (["a"], {"method": "dynamic"}, "method dynamic learns from the text"),
@@ -227,9 +223,3 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
 def test_wrong_items_and_settings_are_refused(run_of, items, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         surprisal(run_of(CharTokenizer("ab\n", byte_fallback=False)), items, **settings)
-
-
-def test_items_of_a_document_must_follow_each_other(run_of) -> None:
-    rows = [{"item": number, "text": "a", "doc": doc} for number, doc in enumerate("aba")]
-    with pytest.raises(UserError, match="the items of document a do not follow each other; sort them"):
-        surprisal(run_of(ByteTokenizer()), rows, columns=ItemColumns(document="doc"))
