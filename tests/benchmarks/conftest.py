@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(_TESTS.parent / "benchmarks"), str(_TESTS / "apps" / "serve"), str(_TESTS / "integrations")]
+sys.path[:0] = [str(_TESTS.parent / "benchmarks"), str(_TESTS / "apps" / "serve")]
 
 
 @pytest.fixture(autouse=True)

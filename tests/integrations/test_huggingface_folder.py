@@ -12,10 +12,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from integrations.runs import MODELS, ids, make_run, own_logits
 from interop.checkpoints import WORDS, golden, hugging_face_folder
 from interop.golden_huggingface import CASES
 from safetensors import safe_open
+from small_runs import MODELS, ids, make_run, own_logits
 from tensors import assert_same_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -14,7 +14,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from integrations.runs import MODELS, SEGMENT, ids, make_run, opened
+from integrations.runs import opened
+from small_runs import MODELS, SEGMENT, ids, make_run
 from torch import Tensor, nn
 
 from transformer_xl import score

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.runs import MEMORY, MODELS, SEGMENT, ids, make_run, opened, own_logits
+from integrations.runs import opened
+from small_runs import MEMORY, MODELS, SEGMENT, ids, make_run, own_logits
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from transformer_xl import beam_search, generate

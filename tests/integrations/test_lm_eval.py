@@ -17,20 +17,16 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from refusals import txl
+from small_runs import make_run
 
 from transformer_xl import (
-    RunConfig,
-    TrainConfig,
-    TransformerXLConfig,
     UserError,
-    build_model,
     generate,
     load,
     save,
@@ -40,10 +36,8 @@ from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.lm_eval.__main__ import with_batch_size
 from transformer_xl.integrations.lm_eval.model import TxlLM
 from transformer_xl.integrations.lm_eval.wikitext import write_task
-from transformer_xl.run import Run
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -57,15 +51,7 @@ TEXTS = ["A first text, longer than memory and segment together.\n" * 3, "Anothe
 
 @pytest.fixture(scope="module")
 def run_path(tmp_path_factory) -> Path:
-    """A run with random weights, large enough that what it attends to matters."""
-    torch.manual_seed(5)
-    model = TransformerXLConfig(vocab_size=256, n_layers=3, d_model=14, n_heads=2, d_head=5, d_ff=19)
-    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
-    network = build_model(model, memory_length=11).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return save(Run(network, ByteTokenizer(), config), tmp_path_factory.mktemp("runs") / "mine")
+    return make_run(tmp_path_factory.mktemp("runs") / "mine", n_layers=3, noise=0.3).path
 
 
 def ask(lm: TxlLM, kind: str, *arguments):
@@ -99,11 +85,9 @@ def test_rolling_equals_evaluation_with_memory_reset(run_path: Path, tmp_path: P
     assert -sum(results) / tokens == pytest.approx(expected["nats_per_token"], abs=1e-6)
 
 
-def test_rolling_adds_the_last_line_end_of_a_word_tokenizer() -> None:
+def test_rolling_adds_the_last_line_end_of_a_word_tokenizer(tmp_path: Path) -> None:
     tokenizer = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
-    model = TransformerXLConfig(vocab_size=4, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
-    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
-    run = Run(build_model(model, memory_length=11).eval(), tokenizer, config)
+    run = make_run(tmp_path / "run", tokenizer=tokenizer)
     (result,) = ask(TxlLM(run), "loglikelihood_rolling", ("an b\nb",))
     assert result == pytest.approx(-score(run, "an b\nb\n")[0].sums.nats, abs=1e-5)
 

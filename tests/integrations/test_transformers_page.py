@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from integrations.runs import make_run
 from interop.checkpoints import golden, hugging_face_folder
+from small_runs import make_run
 
 from transformer_xl.cli.main import run as txl
 

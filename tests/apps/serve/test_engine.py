@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import MEMORY, MODELS
 from servers import make_run
+from small_runs import MEMORY, MODELS
 
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module

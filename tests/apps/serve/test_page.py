@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import own_logits
 from servers import make_run, running
+from small_runs import own_logits
 
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate

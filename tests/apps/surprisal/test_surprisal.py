@@ -20,7 +20,7 @@ from bpe_tokenizers import bpe_across_spaces
 
 from transformer_xl import ItemColumns, surprisal
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable
-from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
@@ -45,17 +45,6 @@ TOKENIZERS = {
 LOSSLESS = [TOKENIZERS[name] for name in ("byte", "char", "bpe")]
 for_each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 for_each_whitespace = pytest.mark.parametrize("whitespace", ["leading", "trailing"])
-
-
-@pytest.fixture
-def run_of(make_model):
-    """A function that returns a run with a tokenizer, with segments of 7 and a memory of 11 tokens by default."""
-
-    def make(tokenizer: Tokenizer, **settings: Any) -> Run:
-        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
-        return Run(make_model(vocab_size=tokenizer.vocab_size, **settings), tokenizer, config)
-
-    return make
 
 
 def sums(table: SurprisalTable, column: str) -> list[float]:
