@@ -9,13 +9,16 @@ PEERS := .venv-peers
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # tests run in two processes; one thread each is fastest, the models being tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+QUICK := tests/config tests/model tests/test_reader.py tests/training/test_step.py tests/training/test_trainer.py \
+  tests/training/test_resume.py
 
-.PHONY: help setup demo test docs check bench golden speed clean
+.PHONY: help setup demo test docs lint quick check bench golden speed clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
 	@echo "make test    all tests"
 	@echo "make docs    the documentation site, in site/index.html"
+	@echo "make quick   format, lint, types, and the tests of settings, model, reader and a training step, for every change"
 	@echo "make check   format, lint, types, documentation and tests: what must pass before a change"
 	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
 	@echo "make golden  compare exact numbers with those of benchmarks/golden, which an earlier commit gave"
@@ -34,10 +37,15 @@ test: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/build.py
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+quick: lint
+	$(PYTEST) $(QUICK)
+
+check: lint
 	$(BIN)/python docs/build.py
 	$(PYTEST)
 

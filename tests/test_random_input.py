@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 import torch
 from cyclopts import CycloptsError
-from interop.checkpoints import FIXTURES, golden, hugging_face_folder
-from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+from integrations.checkpoints.checkpoints import FIXTURES, golden, hugging_face_folder
+from integrations.checkpoints.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from random_input import commands, damage, draw_command
 from refusals import do, files
 from text_sources import make_files, tar_of, zip_of

@@ -39,7 +39,6 @@ from transformer_xl.config import (
     UserError,
     check_settings,
     read_yaml,
-    refuse_earlier_names,
     run_settings,
 )
 from transformer_xl.device import MemoryUse, require_memory
@@ -157,7 +156,6 @@ class RunFolder:
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))
-        refuse_earlier_names(values, str(settings))
         config = run_settings(values, str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
@@ -380,7 +378,7 @@ class RunFolder:
             )
         metadata = load_tensors(best)[1] if best.exists() else {}
         for name, path, expected in (
-            ("config_sha256", file, json_digest(self.config.model_dump(mode="json"))),
+            ("config_sha256", file, json_digest(read_yaml(read_bytes(file), str(file)))),
             ("model_sha256", file, model_digest(self.config)),
             ("adapter_sha256", file, adapter_digest(self.config)),
             ("tokenizer_sha256", self.path / "txl_tokenizer.json", fingerprint(self.tokenizer)),
@@ -508,7 +506,9 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
 
 def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
-    return json_digest(config.model.model_dump(mode="json", exclude={"attn_implementation"}))
+    values = config.model.flat()
+    values.pop("attn_implementation", None)
+    return json_digest(values)
 
 
 def adapter_digest(config: RunConfig) -> str | None:

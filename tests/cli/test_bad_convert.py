@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from interop.checkpoints import golden, hugging_face_folder
-from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+from integrations.checkpoints.checkpoints import golden, hugging_face_folder
+from integrations.checkpoints.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from refusals import FULL, assert_refused, full_after, no_file_larger_than
 
 from transformer_xl.cli.main import run
@@ -252,14 +252,6 @@ def test_parts_that_hugging_face_cannot_express_are_refused(folder: Path, settin
     with pytest.raises(UserError, match=f"cannot express a model with {setting} {str(value).lower()}"):
         write(Path("back"), config, {}, source.tokenizer)
     assert not Path("back").exists()
-
-
-def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> None:
-    Path("run").mkdir()
-    Path("run/config.yaml").write_text("model: {kind: transformer, layers: 2}\ntrain: {rows: 3}\n")
-    assert_refused(
-        folder, "convert run back --to huggingface-4.37", "run/config.yaml is from an earlier version", capfd
-    )
 
 
 def test_full_disk_leaves_nothing(folder: Path, capfd: Capture, monkeypatch: Patch) -> None:

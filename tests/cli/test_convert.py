@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from interop.checkpoints import HUB_WORDS, golden, hub_folder, hugging_face_folder
-from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+from integrations.checkpoints.checkpoints import HUB_WORDS, golden, hub_folder, hugging_face_folder
+from integrations.checkpoints.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from refusals import txl
 
 from transformer_xl.run_folder import RunFolder

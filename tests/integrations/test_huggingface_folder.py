@@ -12,8 +12,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from interop.checkpoints import WORDS, golden, hugging_face_folder
-from interop.golden_huggingface import CASES
+from integrations.checkpoints.checkpoints import WORDS, golden, hugging_face_folder
+from integrations.checkpoints.golden_huggingface import CASES
 from safetensors import safe_open
 from small_runs import MODELS, ids, make_run, own_logits
 from tensors import assert_same_tensors

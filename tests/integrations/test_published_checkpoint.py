@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interop.checkpoints import hub_folder
+from integrations.checkpoints.checkpoints import hub_folder
 from refusals import txl
 from text_sources import make_files, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer

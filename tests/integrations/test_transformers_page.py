@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from interop.checkpoints import golden, hugging_face_folder
+from integrations.checkpoints.checkpoints import golden, hugging_face_folder
 from small_runs import make_run
 
 from transformer_xl.cli.main import run as txl

@@ -1,11 +1,15 @@
-"""The core works without the command line, the apps and the integrations."""
+"""The core works without the command line, the apps and the integrations, and can be read in an evening."""
 
 from __future__ import annotations
 
+import ast
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import transformer_xl
@@ -39,3 +43,29 @@ def test_core_stands_alone(tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "transformer_xl", ignore=shutil.ignore_patterns(*outer))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, check=True)
+
+
+def num_code_lines(source: str) -> int:
+    """Return the number of lines with code, without docstrings, comments and blank lines."""
+    strings = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    documentation = {line for node in strings for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in layout)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documentation)
+
+
+def test_evening_path_is_short() -> None:
+    """The files that CONTRIBUTING lists: model, memory, reading, a training step, the loop, evaluation, generation."""
+    source = Path(transformer_xl.__file__).parent
+    guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`:", guide, flags=re.MULTILINE)
+    assert 15 <= len(files) <= 22
+    assert sum(num_code_lines((source / file).read_text(encoding="utf-8")) for file in files) <= 3300
+
+
+def test_code_lines_are_counted() -> None:
+    assert num_code_lines('"""Doc."""\n\nx = [  # why\n    1,\n]\n\n\ndef f():\n    """Doc\n    more."""\n') == 4

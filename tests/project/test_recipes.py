@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import (
+    RegularizationConfig,
     RunConfig,
     TransformerConfig,
     load_recipe,
@@ -61,6 +62,7 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "muon_learning_rate_ratio": train.optimizer != "muon",
         "ngram_buckets": model.max_ngram == 1,
         "d_ngram": model.max_ngram == 1,
+        "regularization": model.regularization == RegularizationConfig(),
         "decay_steps": train.lr_schedule != "wsd",
         "ema_decay": train.weight_average != "ema",
         "average_start_step": train.weight_average == "none",

@@ -121,10 +121,11 @@ class SimpleTraining:
 
 def penalty_by_hand(hidden_TD: Tensor, config: Any, length: int) -> Tensor:
     """Return the penalties of the activations of one row, times the number of its tokens, in a step of some length."""
-    penalty = config.activation_penalty * hidden_TD.square().mean(1).sum()
+    penalty = config.regularization.activation_penalty * hidden_TD.square().mean(1).sum()
     changes = [(after - before).square().mean() for before, after in pairwise(hidden_TD)]
     if changes:
-        penalty = penalty + config.temporal_activation_penalty * torch.stack(changes).sum() * length / (length - 1)
+        change = config.regularization.temporal_activation_penalty * torch.stack(changes).sum()
+        penalty = penalty + change * length / (length - 1)
     return penalty
 
 

@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(config.d_model, inner, bias=False)
         self.o_proj = nn.Linear(inner, config.d_model, bias=False)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)
+        self.dropout = FastDropout(config.dropout, variational=config.regularization.variational_dropout)
 
     @override
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None) -> Tensor:

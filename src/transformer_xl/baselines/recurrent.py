@@ -177,7 +177,9 @@ class RecurrentModel(LanguageModel):
     def __init__(self, config: RecurrentConfig, *, memory_length: int = 128) -> None:
         """Build the model with initial weights drawn from torch's global random state."""
         super().__init__(config, memory_length=memory_length)
-        self.dropout = FastDropout(config.dropout, variational=config.variational_dropout)  # between layers
+        self.dropout = FastDropout(
+            config.dropout, variational=config.regularization.variational_dropout
+        )  # between layers
         layers = [
             QRNNLayer(cast(QRNNConfig, config)) if config.architecture == "qrnn" else LSTMLayer(config)
             for _ in range(config.n_layers)

@@ -16,6 +16,7 @@ from transformer_xl.config.model_config import (
     LSTMConfig as LSTMConfig,
     ModelConfig as ModelConfig,
     QRNNConfig as QRNNConfig,
+    RegularizationConfig as RegularizationConfig,
     RecurrentConfig as RecurrentConfig,
     RelativeConfig as RelativeConfig,
     RelativeLayerConfig as RelativeLayerConfig,
@@ -36,7 +37,6 @@ from transformer_xl.config.run_config import (
     merge_recipe as merge_recipe,
     recipe_names as recipe_names,
     recipe_text as recipe_text,
-    refuse_earlier_names as refuse_earlier_names,
     refuse_unused as refuse_unused,
     run_settings as run_settings,
 )

@@ -31,6 +31,29 @@ def _integers(value: Any) -> Any:
     return value
 
 
+class RegularizationConfig(Settings):
+    """Dropout of other parts than the layers' activations, and penalties, as for Penn Treebank (recipe ptb)."""
+
+    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that a step of training drops a token of the vocabulary: its embedding is 0 wherever it occurs,
+    except at the beginning of a sequence (Gal and Ghahramani 2016)."""
+    input_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout of the embedded tokens and of the encodings of relative positions; none: dropout."""
+    output_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout of the last hidden states, before the softmax; none: dropout."""
+    qkv_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the queries, keys and values of each layer, and of its position keys."""
+    variational_dropout: bool = False
+    """Drop the same activations of all tokens of a sequence in a step, with a mask for each sequence; attention
+    probabilities keep a mask of their own for each token."""
+    activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Added to the training loss: this times the mean square of the last hidden states before dropout (Merity et al.
+    2017)."""
+    temporal_activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Added to the training loss: this times the mean square of the change of the last hidden states from each token to
+    the next."""
+
+
 class _Architecture(Settings):
     """What other parts ask of the settings of any architecture, in place of its class."""
 
@@ -68,22 +91,8 @@ class BaseModelConfig(_Architecture):
     """D: width of the hidden states; even, because sinusoidal position encodings are half sines and half cosines."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Probability that dropout zeroes an activation in training."""
-    embedding_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that a step of training drops a token of the vocabulary: its embedding is 0 wherever it occurs,
-    except at the beginning of a sequence (Gal and Ghahramani 2016)."""
-    input_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Dropout of the embedded tokens and of the encodings of relative positions; none: dropout."""
-    output_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Dropout of the last hidden states, before the softmax; none: dropout."""
-    variational_dropout: bool = False
-    """Drop the same activations of all tokens of a sequence in a step, with a mask for each sequence; attention
-    probabilities keep a mask of their own for each token."""
-    activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Added to the training loss: this times the mean square of the last hidden states before dropout (Merity et al.
-    2017)."""
-    temporal_activation_penalty: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Added to the training loss: this times the mean square of the change of the last hidden states from each token to
-    the next."""
+    regularization: RegularizationConfig = RegularizationConfig()
+    """Other dropout, and penalties."""
     d_embed: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """E: width of a token embedding, which is projected to d_model; none: d_model, and no projection."""
     cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_integers)] = ()
@@ -114,6 +123,32 @@ class BaseModelConfig(_Architecture):
             return super()._unknown_setting(name)
         architecture = cls.model_fields["architecture"].default
         return f"{name} is a setting of {', '.join(owners)}, and this is architecture {architecture}; leave it out"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _group_regularization(cls, values: Any) -> Any:
+        """Accept the settings of `regularization` where files of earlier versions have them, among the others."""
+        flat = RegularizationConfig.model_fields.keys() & values.keys() if isinstance(values, Mapping) else ()
+        if not flat:
+            return values
+        if "regularization" in values:
+            raise ValueError(f"{min(flat)} is a setting of the group regularization, which was given too; put it there")
+        others = {name: value for name, value in values.items() if name not in flat}
+        return others | {"regularization": {name: values[name] for name in flat}}
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings as plain values without groups: what checksums and transformers' config.json have."""
+        values = self.model_dump(mode="json")
+        values |= values.pop("regularization")
+        if not isinstance(self, RelativeLayerConfig):
+            del values["qkv_dropout"]
+        return values
+
+    @model_validator(mode="after")
+    def _check_qkv_dropout(self) -> Self:
+        if self.regularization.qkv_dropout and not isinstance(self, RelativeLayerConfig):
+            raise ValueError(f"regularization.qkv_dropout is not for {self.architecture}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_clusters(self) -> Self:
@@ -217,7 +252,7 @@ class LayerConfig(_Architecture):
         n_layers: int = 1
         d_model: int = 2
         dropout: float = 0.0
-        variational_dropout: bool = False
+        regularization: RegularizationConfig = RegularizationConfig()
 
     n_heads: int = Field(default=4, gt=0, le=INT32_MAX)
     """N: number of attention heads in each layer."""
@@ -272,8 +307,6 @@ class TransformerConfig(LayerConfig, BaseModelConfig):
 class RelativeLayerConfig(LayerConfig):
     """Settings of layers that attend to a memory by relative distance."""
 
-    qkv_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the queries, keys and values of each layer, and of its position keys."""
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head, with learned scales (Henry et al. 2020)."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
@@ -425,8 +458,8 @@ class BackboneConfig(RelativeLayerConfig):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability that dropout zeroes an activation in training; in reinforcement learning it makes the policy of an
     update differ from the one that acted."""
-    variational_dropout: bool = False
-    """Drop the same activations of all steps of a batch row, with a mask for each row."""
+    regularization: RegularizationConfig = RegularizationConfig()
+    """Of which variational_dropout and qkv_dropout have an effect."""
     norm_first: bool = True
     """Apply LayerNorm at the start of each residual branch; false: after each residual sum, as in the paper."""
     residual_relu: bool = True

@@ -275,16 +275,6 @@ def checked_names(function: Callable[_Parameters, _Result]) -> Callable[_Paramet
     return call
 
 
-def refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
-    """Refuse settings under the names of earlier versions; each of their runs and recipes has one of those below."""
-    for group, names in {"model": ("kind", "layers", "width"), "train": ("rows", "segment", "steps")}.items():
-        if earlier := [f"{group}.{name}" for name in names if name in _mapping(values, group)]:
-            advice = "train again with this version, or rename the settings of a recipe ('txl train --help')"
-            raise UserError(
-                f"{source} is from an earlier version, which named settings {earlier[0]} and so on; {advice}"
-            )
-
-
 def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig) -> None:
     """Refuse settings that were given for a run and have no effect; those of a recipe are not given for it.
 
@@ -333,7 +323,6 @@ def load_recipe(name: str) -> Recipe:
         UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
     """
     values = read_yaml(recipe_text(name), f"recipe {name}")
-    refuse_earlier_names(values, f"recipe {name}")
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -97,6 +98,13 @@ class Settings(BaseModel):
                 raise UserError(f"{type(self).__name__}: {explain(error)}") from None
 
         __init__.__pydantic_base_init__ = True  # pydantic then validates groups within groups without calling it
+
+    @classmethod
+    @override
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Add the fields to the docstring, so that `help` shows what they mean."""
+        fields = (f"    {name}: {' '.join(str(field.description).split())}" for name, field in cls.model_fields.items())
+        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nAttributes:\n" + "\n".join(fields)
 
     @model_validator(mode="before")
     @classmethod

@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.display import Displayed
@@ -33,6 +33,9 @@ from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.token_store import Tokens, TokenSplit
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings
 
 # losses are copied from the device after this many steps or losses, because each copy synchronizes with the device
 _MAX_STEPS_ON_DEVICE = 512
@@ -103,7 +106,7 @@ def evaluate(
     train_split: TokenSplit | None = None,
     progress: ProgressCallback | None = None,
     token_losses: Path | str | None = None,
-    **overrides: Any,
+    **overrides: Unpack[EvaluationSettings],
 ) -> EvaluationResult:
     """Score every token of a split once and return loss, perplexity per word and per token, and bits per byte.
 

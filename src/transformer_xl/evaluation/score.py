@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.display import MAX_COLORED_TOKENS, Displayed, tokens_html
@@ -23,6 +23,9 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, Tok
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several texts, or a mapping from names to texts."""
@@ -120,7 +123,7 @@ def score(
     *,
     train_split: TokenSplit | None = None,
     progress: ProgressCallback | None = None,
-    **overrides: Any,
+    **overrides: Unpack[EvaluationSettings],
 ) -> TextScores:
     """Return the log-probability of every token of texts, in order.
 

@@ -22,12 +22,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.device import resolve_dtype
@@ -39,6 +40,9 @@ from transformer_xl.run import Run, check_run, weights_digest
 from transformer_xl.run_folder import first_difference
 from transformer_xl.tensor_file import load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.tokenizers import document_errors, fingerprint, to_bytes
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings
 
 MAX_HELD_BYTES = 2**20
 """Text that the tokenizer cannot split for so long is split at its end, so that what is held stays bounded."""
@@ -74,7 +78,9 @@ class SurprisalStream:
     stream, may differ by rounding.
     """
 
-    def __init__(self, run: Run, config: EvaluationConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, run: Run, config: EvaluationConfig | None = None, **overrides: Unpack[EvaluationSettings]
+    ) -> None:
         """Begin a stream with empty memory.
 
         Args:
@@ -184,7 +190,7 @@ class SurprisalStream:
 
     @classmethod
     def load(
-        cls, run: Run, path: Path | str, config: EvaluationConfig | None = None, **overrides: Any
+        cls, run: Run, path: Path | str, config: EvaluationConfig | None = None, **overrides: Unpack[EvaluationSettings]
     ) -> tuple[Self, dict[str, Any]]:
         """Continue a stream that was saved, and return it with the values that were stored with it.
 

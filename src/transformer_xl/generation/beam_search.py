@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from transformer_xl.generation.batch import GeneratedToken, check_inputs, read_prompts
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
@@ -23,6 +24,9 @@ from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import STRIDE
 from transformer_xl.run import Run, check_run
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import GenerationSettings
 
 _DEFAULT_NUM_BEAMS = 4
 
@@ -54,7 +58,7 @@ def beam_search(
     *,
     logits_processor: LogitsProcessor | None = None,
     memory: Memory | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> list[Completion]:
     """Find the most likely continuations of a prompt.
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+from typing_extensions import Unpack
 
 from transformer_xl.generation.generate import GenerationStream, resolve_config, stream
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.model.memory import Memory
 from transformer_xl.run import Run
 
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import GenerationSettings
+
 
 class Chat:
     """A conversation. A reply ends at a newline or a `stop` string; reply i is sampled with seed + i."""
 
-    def __init__(self, run: Run, config: GenerationConfig | None = None, **overrides: Any) -> None:
+    def __init__(
+        self, run: Run, config: GenerationConfig | None = None, **overrides: Unpack[GenerationSettings]
+    ) -> None:
         """Begin a conversation; `config` and `overrides` are as for `stream`.
 
         Raises:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
-from typing_extensions import TypeIs, override
+from typing_extensions import TypeIs, Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.device import MemoryUse, require_memory
@@ -35,6 +35,9 @@ from transformer_xl.reader import STRIDE
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import GenerationSettings
+
 _SEQUENCE_BYTES = 2048  # its random generator and the objects that collect its tokens, at least
 _CANDIDATE_BYTES = 64  # log-probability, id and rank of one continuation of a beam, as tensors and lists
 
@@ -47,7 +50,7 @@ def generate(
     *,
     logits_processor: LogitsProcessor | None = None,
     memory: Memory | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> Completion: ...
 
 
@@ -59,7 +62,7 @@ def generate(
     *,
     logits_processor: LogitsProcessor | None = None,
     memory: Memory | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> list[Completion]: ...
 
 
@@ -70,7 +73,7 @@ def generate(
     *,
     logits_processor: LogitsProcessor | None = None,
     memory: Memory | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> Completion | list[Completion]:
     """Sample completions of one prompt or a batch of prompts; the result does not depend on the rest of the batch.
 
@@ -123,7 +126,7 @@ def stream(
     *,
     logits_processor: LogitsProcessor | None = None,
     memory: Memory | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> GenerationStream:
     """Sample one text and return it as it is generated.
 

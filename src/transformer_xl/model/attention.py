@@ -104,10 +104,12 @@ class RelativeAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = FastDropout(
-            config.dropout, relu=config.has_residual_relu, variational=config.variational_dropout
+            config.dropout, relu=config.has_residual_relu, variational=config.regularization.variational_dropout
         )
         self.gate = make_gate(config)
-        self.qkv_dropout = FastDropout(config.qkv_dropout, variational=config.variational_dropout)
+        self.qkv_dropout = FastDropout(
+            config.regularization.qkv_dropout, variational=config.regularization.variational_dropout
+        )
 
     @override
     def forward(
@@ -199,9 +201,11 @@ class FeedForward(nn.Module):
         self.up_proj = PackedLinear(config.d_model, config.d_ff)
         self.down_proj = PackedLinear(config.d_ff, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.relu_dropout = FastDropout(config.dropout, relu=True, variational=config.variational_dropout)
+        self.relu_dropout = FastDropout(
+            config.dropout, relu=True, variational=config.regularization.variational_dropout
+        )
         self.dropout = FastDropout(
-            config.dropout, relu=config.has_residual_relu, variational=config.variational_dropout
+            config.dropout, relu=config.has_residual_relu, variational=config.regularization.variational_dropout
         )
         self.gate = make_gate(config)
 

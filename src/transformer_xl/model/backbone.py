@@ -45,7 +45,7 @@ class Backbone(ModelWithMemory):
         check_type(config, BackboneConfig, "config", "give the settings of the backbone, such as BackboneConfig()")
         self.config = config
         self.context_limits = ContextLimits(memory_length, config.attention_window, config.clamp_length)
-        self.input_dropout = FastDropout(config.dropout, variational=config.variational_dropout)
+        self.input_dropout = FastDropout(config.dropout, variational=config.regularization.variational_dropout)
         self.input_proj = nn.Identity() if config.d_input is None else nn.Linear(config.d_input, config.d_model)
         self.attn_implementation = relative.check_kernel(config)
         self.cache_shapes = relative.cache_shapes(config)

@@ -51,8 +51,8 @@ class LanguageModel(ModelWithMemory):
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
         self.input_dropout, self.output_dropout = (
-            FastDropout(config.dropout if p is None else p, variational=config.variational_dropout)
-            for p in (config.input_dropout, config.output_dropout)
+            FastDropout(config.dropout if p is None else p, variational=config.regularization.variational_dropout)
+            for p in (config.regularization.input_dropout, config.regularization.output_dropout)
         )
 
     def init_weights(self) -> None:
@@ -194,7 +194,10 @@ class LanguageModel(ModelWithMemory):
         They are the activation and the temporal activation regularization of Merity et al. 2017 (arXiv 1708.01009). In
         theirs, the former is of the states after dropout; here, as in the authors' code, both are before dropout.
         """
-        size, change = self.config.activation_penalty, self.config.temporal_activation_penalty
+        size, change = (
+            self.config.regularization.activation_penalty,
+            self.config.regularization.temporal_activation_penalty,
+        )
         if not (size or change):
             return None
         hidden_BTD = hidden_BTD.to(torch.promote_types(hidden_BTD.dtype, torch.float32))
@@ -339,9 +342,9 @@ class LanguageModel(ModelWithMemory):
                 as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT"), self.softmax.bias.device
             )
             embedded_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
-            if self.training and self.config.embedding_dropout:
+            if self.training and self.config.regularization.embedding_dropout:
                 embedded_BTD = drop_vocabulary(
-                    embedded_BTD, tokens_BT, self.config.embedding_dropout, self.config.vocab_size
+                    embedded_BTD, tokens_BT, self.config.regularization.embedding_dropout, self.config.vocab_size
                 )
             inputs_BTD = embedded_BTD
         check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, tokens, d_model)")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -39,7 +39,10 @@ from transformer_xl.run_folder import build_checked
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.data import open_data, training_dataset
 from transformer_xl.training.stepper import Stepper
-from transformer_xl.training.train import Overrides, complete_settings, corpus_folder, ignore
+from transformer_xl.training.train import complete_settings, corpus_folder, ignore
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import ModelSettings, TrainSettings
 
 _TIMED_STEPS = 5
 _MIN_STEPS = (8, 20)  # of a training in each round; fewer say nothing about a rate
@@ -88,8 +91,8 @@ def find_learning_rate(
     config: str | Path | RunConfig | None,
     corpus: Corpus | Path | str,
     *,
-    model: Overrides | None = None,
-    train: Overrides | None = None,
+    model: ModelSettings | None = None,
+    train: TrainSettings | None = None,
     seconds: float = 50.0,
     device: str = "auto",
     threads: int | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,9 @@ from transformer_xl.training.train import (
     start_run,
 )
 
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
+
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
@@ -58,8 +61,7 @@ _SCHEDULE = {
 }  # fmt: skip
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
 _CHANGEABLE = (
-    *("dropout", "embedding_dropout", "input_dropout", "output_dropout", "attention_dropout", "qkv_dropout"),
-    *("variational_dropout", "zoneout", "activation_penalty", "temporal_activation_penalty"),
+    *("dropout", "attention_dropout", "zoneout", "regularization"),
     *("attention_window", "clamp_length", "attend_empty_memory", "attn_implementation"),
 )
 
@@ -86,9 +88,9 @@ def finetune(
     lora_dropout: float | None = None,
     lora_targets: Sequence[str] = (),
     checkpoint: CheckpointName = "best",
-    model: Overrides | None = None,
-    train: Overrides | None = None,
-    evaluation: Overrides | None = None,
+    model: ModelSettings | None = None,
+    train: TrainSettings | None = None,
+    evaluation: EvaluationSettings | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),

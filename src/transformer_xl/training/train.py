@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ from transformer_xl.training.memory_length_choice import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
 from transformer_xl.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 Overrides = Mapping[str, Any]
 """Settings of one group by name, such as {"max_steps": 1000}."""
@@ -111,9 +114,9 @@ def train(
     corpus: Corpus | Path | str,
     run: Path | str | None = None,
     *,
-    model: Overrides | None = None,
-    train: Overrides | None = None,
-    evaluation: Overrides | None = None,
+    model: ModelSettings | None = None,
+    train: TrainSettings | None = None,
+    evaluation: EvaluationSettings | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -166,8 +169,8 @@ def resume(
     *,
     from_step: int | None = None,
     base: Path | str | None = None,
-    train: Overrides | None = None,
-    evaluation: Overrides | None = None,
+    train: TrainSettings | None = None,
+    evaluation: EvaluationSettings | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),

@@ -1,7 +1,7 @@
 """Make the files in fixtures/ with transformers 4.37.2, in an environment of its own:
 
     python -m venv peers && peers/bin/pip install torch==2.13.0 transformers==4.37.2 sacremoses
-    peers/bin/python tests/interop/golden_huggingface.py
+    peers/bin/python tests/integrations/checkpoints/golden_huggingface.py
 
 Each file contains a small TransfoXL model (its weights, and its configuration as metadata) and what transformers
 computes with it in float32: log-probabilities of three segments with memory, the memory itself, the loss, and the

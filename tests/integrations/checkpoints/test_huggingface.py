@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from interop.checkpoints import WORDS, generate_greedily, golden, hugging_face_folder, log_probs_of
-from interop.golden_huggingface import CASES, SEGMENTS
+from integrations.checkpoints.checkpoints import WORDS, generate_greedily, golden, hugging_face_folder, log_probs_of
+from integrations.checkpoints.golden_huggingface import CASES, SEGMENTS
 from safetensors.torch import load_file, save_file
 
 from transformer_xl.architectures import build_model

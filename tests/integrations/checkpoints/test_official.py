@@ -12,8 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from interop.checkpoints import WORDS
-from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules, old_nats
+from integrations.checkpoints.checkpoints import WORDS
+from integrations.checkpoints.old_modules import (
+    OldConfig,
+    nvidia_checkpoint,
+    old_corpus,
+    old_model,
+    old_modules,
+    old_nats,
+)
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.checkpoints.convert import convert

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interop.old_modules import old_corpus, old_modules
+from integrations.checkpoints.old_modules import old_corpus, old_modules
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.integrations.checkpoints import tensorflow

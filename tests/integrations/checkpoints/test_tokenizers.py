@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interop.old_modules import old_corpus, old_modules, old_vocabulary
+from integrations.checkpoints.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.checkpoints import tokenizers

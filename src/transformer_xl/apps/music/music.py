@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from typing_extensions import Unpack
 
 from transformer_xl.apps.music.midi import check_midi_path, midi_codec
 from transformer_xl.config import UserError, check_type
@@ -18,6 +20,9 @@ from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.sources.text_files import codec_ids
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import GenerationSettings
 
 StrPath = str | os.PathLike[str]
 
@@ -41,7 +46,7 @@ def generate_midi(
     config: GenerationConfig | None = None,
     *,
     logits_processor: LogitsProcessor | None = None,
-    **overrides: Any,
+    **overrides: Unpack[GenerationSettings],
 ) -> Piece:
     """Generate a piece of music and write it as a MIDI file.
 

@@ -32,13 +32,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
@@ -49,6 +49,9 @@ from transformer_xl.run import Run, check_run
 from transformer_xl.text.items import ItemColumns, TextItem, check_items, item_of
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
+
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import EvaluationSettings
 
 Whitespace = Literal["leading", "trailing"]
 _COLUMNS = ("word_number", "word", "tokens", "num_unknown")
@@ -111,7 +114,7 @@ def surprisal(
     whitespace: Whitespace = "leading",
     columns: ItemColumns | None = None,
     progress: ProgressCallback | None = None,
-    **overrides: Any,
+    **overrides: Unpack[EvaluationSettings],
 ) -> SurprisalTable:
     """Return the surprisal of each word in bits, alone and after the items before it.
 

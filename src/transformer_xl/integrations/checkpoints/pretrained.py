@@ -63,7 +63,7 @@ _EVALUATION = (*_LENGTHS, "attention_window", "clamp_length")
 
 def setting_names(architecture: str) -> dict[str, str]:
     """Return our name of each model setting of an architecture, and the one that config.json has for it."""
-    return {name: _RENAMED.get(name, name) for name in ARCHITECTURES[architecture].model_fields}
+    return {name: _RENAMED.get(name, name) for name in ARCHITECTURES[architecture].model_validate({}).flat()}
 
 
 def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> di
     """
     plan = EvaluationPlan.resolve(config, memory_lengths=memory_lengths)
     plan.refuse_extended_context("a model in transformers")
-    values = config.model.model_dump(mode="json")
-    values = {theirs: values[ours] for ours, theirs in setting_names(config.model.architecture).items()}
+    flat = config.model.flat()
+    values = {theirs: flat[ours] for ours, theirs in setting_names(config.model.architecture).items()}
     values |= {name: getattr(config.train, name) for name in _LENGTHS}
     values["evaluation_segment_length"] = plan.segment_length
     return values | {f"evaluation_{name}": value for name, value in asdict(plan.context_limits).items()}

@@ -70,7 +70,7 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         known = {theirs for one in ARCHITECTURES for theirs in setting_names(one).values()}
         if foreign := sorted((kwargs.keys() & known) - set(names.values())):
             raise UserError(f"{foreign[0]} is no setting of {architecture}{nearest(foreign[0], names)}; leave it out")
-        values = model.model_dump(mode="json")
+        values = model.flat()
         for ours, theirs in names.items():
             kwargs.pop(theirs, None)
             setattr(self, theirs, values[ours])
@@ -135,7 +135,6 @@ class TransfoXLConfig(PreTrainedConfig):
     @override
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         model, lengths = transfo_xl.read_settings(config_dict, "config.json")
-        values = {
-            theirs: model.model_dump(mode="json")[ours] for ours, theirs in setting_names("transformer-xl").items()
-        }
+        flat = model.flat()
+        values = {theirs: flat[ours] for ours, theirs in setting_names("transformer-xl").items()}
         return PretrainedTransformerXLConfig.from_dict({**values, **lengths}, **kwargs)
