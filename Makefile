@@ -53,11 +53,6 @@ bench: $(STAMP) $(PEERS)/installed
 	$(BIN)/python benchmarks/training.py --peers $(PEERS)/bin/python
 	$(BIN)/python benchmarks/inference.py --peers $(PEERS)/bin/python
 	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/steps.py --dtype auto --n-layers 4 --d-model 192 --n-heads 3 --segment-length 64 \
-	  --memory-length 64 --batch-size 32
-	$(BIN)/python benchmarks/steps.py --dtype auto --n-layers 2 --d-model 512 --n-heads 8 --segment-length 512 \
-	  --memory-length 512 --batch-size 4 --steps 2
-	$(BIN)/python benchmarks/prepare.py byte
 	$(BIN)/python benchmarks/chart.py
 
 golden: $(STAMP)

@@ -328,18 +328,3 @@ def times(kernel: str, shape: Shape, *, seconds: float = 0.3, rounds: int = 5) -
         "forward_tflops": shape.forward_flops / forward_seconds / 1e12,
         "forward_backward_tflops": 3 * shape.forward_flops / both_seconds / 1e12,
     }
-
-
-def kept_bytes(kernel: str, shape: Shape) -> int:
-    """Return the size of what the forward pass saves for the backward pass, besides inputs and output."""
-    inputs, mask = draw(shape)
-    saved = {tensor.untyped_storage().data_ptr(): 0 for tensor in inputs.tensors()}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved.setdefault(storage.data_ptr(), storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
-    return sum(size for address, size in saved.items() if address != out_BTNH.untyped_storage().data_ptr())

@@ -20,7 +20,6 @@ from typing import Any
 import matplotlib as mpl
 from environment import PROCESSOR_KINDS
 from inference_tables import evaluation_chart, evaluation_table, inference_table
-from learning_rates import table as rates_table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -72,25 +71,6 @@ def training_table(results: Results) -> str:
             f"{metrics['peak_resident_bytes_beyond_libraries'] / GIB:.2f} |"
         )
     return "\n".join([environment(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
-
-
-def saved_tensors_table(results: Results) -> str:
-    """Return a Markdown table of what a step keeps for the backward pass: all kinds of tensors of 1 MiB and more."""
-    rows = results["saved"]
-    total, listed = sum(row["mib"] for row in rows), [row for row in rows if row["mib"] >= 1]
-    lines = [
-        f"`{results['command']}`; commit `{results['commit']}`: {total:,.0f} MiB.",
-        "",
-        "| module | shape | dtype | number | MiB |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {row['module'] or 'the model'} | {' x '.join(map(str, row['shape']))} | {row['dtype']} | "
-            f"{row['number']} | {row['mib']:,.1f} |"
-            for row in listed
-        ),
-        f"| all others | | | | {total - sum(row['mib'] for row in listed):,.1f} |",
-    ]
-    return "\n".join(lines)
 
 
 def kernels_table(results: Results) -> str:
@@ -170,16 +150,6 @@ def gpu_kernels(results: Results) -> list[str]:
         f"| {' | '.join([f'{dtype}, {new:,} + {memory:,}', *(row.get(name, '') for name in names)])} |"
         for (dtype, new, memory), row in cells.items()
     ]
-
-
-def learning_rates_table(results: Results) -> str:
-    """Return a Markdown table of learning-rates-TEXT.json, with a column for each rate."""
-    machine = results["machine"]
-    hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
-    commands = dict.fromkeys(entry["command"] for entry in results["trainings"])
-    commits = dict.fromkeys(entry["commit"] for entry in results["trainings"])
-    lines = [f"Text `{results['text']}`, {hardware}; commit {', '.join(f'`{name}`' for name in commits)}.", "", "```sh"]
-    return "\n".join([*lines, *commands, "```", "", *rates_table(results["trainings"])])
 
 
 def equal_time_tables(text: str, results: Results) -> str:
@@ -345,11 +315,9 @@ def set_style(axes: Axes, grid: str) -> None:
 SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure | None] | None]] = {
     "training": (training_table, training_chart),
     "small-training": (training_table, None),
-    "saved-tensors": (saved_tensors_table, None),
     "linear": (linear_table, None),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
-    "learning-rates": (learning_rates_table, None),
     "inference": (inference_table, None),
     "evaluation-speed": (evaluation_table, evaluation_chart),
 }
@@ -357,12 +325,8 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "learning-rates", "equal-time", "serving", "saved-tensors"):
-        return sorted(
-            path
-            for path in folder.glob(f"{name}-*.json")
-            if not path.stem.endswith("-peers") and "-soak-" not in path.stem
-        )
+    if name in ("gpu", "equal-time", "serving"):
+        return sorted(path for path in folder.glob(f"{name}-*.json") if not path.stem.endswith("-peers"))
     return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 
 

@@ -94,10 +94,16 @@ def ours_choice(text: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"recipe": recipe, "model": {}, "train": {}}
     for setting in settings:
         name, _, value = setting.partition("=")
-        group, _, name = name.partition(".")
-        if group not in ("model", "train") or not name or not value:
+        *groups, name = name.split(".")
+        if not groups or groups[0] not in ("model", "train", "evaluation") or not name or not value:
             raise UserError(f"'{setting}' is not a setting; give model.NAME=VALUE or train.NAME=VALUE")
-        choice[group][name] = json.loads(value) if value[0] in "0123456789-." or value in ("true", "false") else value
+        into = choice
+        for group in groups:
+            into = into.setdefault(group, {})
+        try:
+            into[name] = json.loads(value)
+        except ValueError:
+            into[name] = value  # a word
     return choice
 
 

@@ -538,8 +538,14 @@ def old_checkpoints(work: CaseFolder) -> Iterator[tuple[str, Path, dict[str, Any
     """Yield name, path, arguments of `convert` and a text of each small checkpoint of another program."""
     sys.path.insert(0, str(TESTS))
     import torch
-    from interop.checkpoints import FIXTURES, WORDS, golden, hugging_face_folder
-    from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+    from integrations.checkpoints.checkpoints import FIXTURES, WORDS, golden, hugging_face_folder
+    from integrations.checkpoints.old_modules import (
+        OldConfig,
+        nvidia_checkpoint,
+        old_corpus,
+        old_model,
+        old_modules,
+    )
 
     draw = random.Random(7).random
     text = "\n".join(" ".join(WORDS[1 + int(22 * draw())] for _ in range(10)) for _ in range(5)) + "\n"
@@ -558,7 +564,7 @@ def old_checkpoints(work: CaseFolder) -> Iterator[tuple[str, Path, dict[str, Any
                 torch.save(old_corpus(WORDS), path.with_name("cache.pt"))
         yield name, path if nvidia else path.parent, {}, text
     numbers = " ".join(str(int(61 * draw())) for _ in range(50))
-    for folder in sorted((TESTS / "interop" / "golden" / "tensorflow").iterdir()):
+    for folder in sorted((FIXTURES.parent / "golden" / "tensorflow").iterdir()):
         yield f"tensorflow/{folder.name}", folder, {"tokenizer": "integer"}, numbers
 
 

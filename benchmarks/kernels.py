@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Shape, check, check_dropout, draw, kept_bytes, times, wait
+from attention_cases import Shape, check, check_dropout, draw, times, wait
 from environment import (
     command,
     commit,
@@ -101,10 +101,10 @@ def time_all(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
-    """Return the peak memory of a forward and backward pass beyond its inputs, and what is saved between the passes."""
-    small = replace(shape, queries=8, memory_length=8, batch_size=1)
-    kept_bytes(kernel, small)  # memory that torch allocates at first use
-    _run(kernel, small)
+    """Return the peak memory of a forward and backward pass beyond its inputs."""
+    # memory that torch allocates at first use
+    small, small_mask = draw(replace(shape, queries=8, memory_length=8, batch_size=1))
+    KERNELS[kernel].attend(small, small_mask, shape.dropout).sum().backward()
     inputs, mask = draw(shape)
     cuda = shape.device.startswith("cuda")
     wait(shape.device)
@@ -118,13 +118,7 @@ def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
     torch.autograd.grad(out_BTNH, inputs.tensors(), torch.ones_like(out_BTNH))
     wait(shape.device)
     peak = torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")
-    del out_BTNH
-    return {"peak_bytes": peak - before, "kept_bytes": kept_bytes(kernel, shape)}
-
-
-def _run(kernel: str, shape: Shape) -> None:
-    inputs, mask = draw(shape)
-    KERNELS[kernel].attend(inputs, mask, shape.dropout).sum().backward()
+    return {"peak_bytes": peak - before}
 
 
 def _status(name: str) -> int:

@@ -17,9 +17,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from transformer_xl.config import TransformerXLConfig
+from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.run import Run
+from transformer_xl.text.tokenizers import Tokenizer
 
 # Triton reads this variable when it is imported, and some functions of torch import Triton.
 if find_spec("triton") and not torch.cuda.is_available():
@@ -47,6 +49,17 @@ def make_model():
             for parameter in model.parameters():  # larger than initialized, so that attention is not nearly uniform
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def run_of(make_model):
+    """Returns a function that makes a run of a small model with a tokenizer; segments of 7, a memory of 11 tokens."""
+
+    def make(tokenizer: Tokenizer, **settings) -> Run:
+        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
+        return Run(make_model(vocab_size=tokenizer.vocab_size, **settings), tokenizer, config)
 
     return make
 

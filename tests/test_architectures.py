@@ -60,23 +60,6 @@ def test_model_with_the_config_of_another_architecture_raises(settings: dict[str
         TransformerXL(model_config(**SMALL, **settings))
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),  # `text`: a regular expression for the message
-    [
-        ({"architecture": "lstm", "attention_dropout": 0.1}, "attention_dropout .* this is architecture lstm"),
-        ({"architecture": "lstm", "qrnn_kernel_size": 1}, "qrnn_kernel_size is a setting of qrnn, .* lstm; leave it"),
-        ({"architecture": "al-rfou", "clamp_length": 3}, "clamp_length is a setting of transformer-xl, shaw, and"),
-        ({"architecture": "vaswani", "intermediate_layer_losses": True, "cutoffs": (5,)}, "need one softmax"),
-        ({"architecture": "lstm", "layer": 3}, r"unknown setting 'layer' \(did you mean 'n_layers'\?\)"),
-        ({"architecture": "lsmt"}, r"architecture 'lsmt' must be one of .* \(did you mean 'lstm'\?\)"),
-        ({"architecture": "lstm", "n_layers": "x"}, r"model.n_layers: .* integer.* \(given: 'x'\)"),
-    ],
-)
-def test_errors_of_invalid_settings_name_the_setting_or_architecture(model: dict[str, Any], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        run_settings({"model": model}, "settings")
-
-
 def test_number_of_learned_position_vectors_is_the_longest_context_of_training() -> None:
     """Vectors of further positions would never be trained, yet used where evaluation has longer contexts."""
     shaw = run_settings(

@@ -1,4 +1,4 @@
-"""Makes the modules of benchmarks/ importable, which are scripts and no part of the package."""
+"""Makes the modules of benchmarks/ importable, which are scripts and no part of the package, and helpers of servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS.parent / "benchmarks"), str(_TESTS / "apps" / "serve")]
 
 
 @pytest.fixture(autouse=True)

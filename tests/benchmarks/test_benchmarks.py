@@ -1,4 +1,4 @@
-"""The benchmarks' checks find wrong kernels, their statistics are right, and training.py and gpu.py run.
+"""The benchmarks' checks find wrong kernels, and training.py and gpu.py run.
 
 Shape suffixes: B batch size, T queries or new tokens, S keys, P distances, N heads, H head width, A all tokens of a
 batch row.
@@ -12,19 +12,14 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import attention_cases
 import chart
 import gpu
-import kernels
 import pytest
 import torch
 import training
 from attention_cases import Shape, check, check_deterministic, check_dropout, draw
-from implementations.task import Task
-from implementations.worker import Segments
-from step_times import Tokens, settings
 
 from transformer_xl.ops.kernels import KERNELS
 from transformer_xl.ops.kernels.reference import AttentionInputs, attention_terms
@@ -133,49 +128,6 @@ def test_nondeterministic_kernels_are_found(monkeypatch):
     assert not check_deterministic("wrong", SHAPE)["ok"]
 
 
-@pytest.mark.parametrize(("power", "ratio"), [(1, 2), (2, 4)])
-def test_growth_of_memory_excludes_its_constant_part(power, ratio):
-    """1 GB plus a part that grows with the length or its square; `growth_of` returns the ratio for doubled lengths."""
-    assert kernels.growth_of([10**9 + 3 * size**power for size in (1024, 2048, 4096, 8192)]) == pytest.approx(ratio)
-
-
-def test_rates_are_compared_in_each_round():
-    """The rates, in tokens per second, are those of an implementation and of the one that it is compared with."""
-    metrics = training.metrics([20.0, 60.0, 30.0], [10.0, 20.0, 30.0])
-    assert metrics["median_tokens_per_second"] == 30.0
-    assert (metrics["median_ratio"], metrics["ratio_range"]) == (2.0, [1.0, 3.0])
-
-
-def test_names_of_implementations_are_parsed():
-    # NAME-DTYPE+VARIANT
-    entry = training.Entry.parse("x-transformers-bfloat16+bias", training.MODULES)
-    assert (entry.module, entry.dtype, entry.variant) == ("peer_x_transformers", "bfloat16", "bias")
-    with pytest.raises(SystemExit, match="no implementation 'theirs-float32'; must be NAME-DTYPE"):
-        training.Entry.parse("theirs-float32", training.MODULES)
-
-
-def test_segments_are_consecutive_and_start_again_at_the_end():
-    model = {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_head": 8, "d_ff": 8, "vocab_size": 204, "dropout": 0.0}
-    sizes = {"batch_size": 3, "segment_length": 5, "memory_length": 5}
-    # implementation, dtype, variant, device
-    task = Task("ours", "float32", "", "cpu", **model, **sizes, learning_rate=1e-3, max_grad_norm=1.0)
-    segments = Segments(task)
-    first, second = segments.next(), segments.next()  # pairs of inputs and targets
-    assert torch.equal(first[1][:, -1:], second[0][:, :1])
-    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
-    assert not torch.equal(first[0][0], first[0][1])
-    # near the end of the tokens of each batch row (A of them), where no whole segment is left
-    segments.position = segments.ids_BA.shape[1] - 1
-    assert torch.equal(segments.next()[0], first[0])
-
-
-def test_random_tokens_are_rarer_the_higher_their_id():
-    """Of 256 ids, the first 16 occur more often than those from 128 on together."""
-    inputs_BT, targets_BT = Tokens(settings("enwik8-12l", {"segment_length": 400}, small=True)).next()
-    assert torch.equal(inputs_BT[:, 1:], targets_BT[:, :-1])
-    assert (inputs_BT < 16).sum() > (inputs_BT >= 128).sum() > 0
-
-
 def run_main(monkeypatch: pytest.MonkeyPatch, main, words: str) -> None:
     """Run a benchmark's main function with the words, which are separated by spaces, as its command line."""
     monkeypatch.setattr("sys.argv", words.split())
@@ -227,15 +179,6 @@ def test_gpu_stops_after_a_wrong_kernel(monkeypatch, capsys):
     assert "kernels" not in results
     # the first shape that --quick checks
     assert "WRONG sdpa     B 2, T 37, M 23, 2 x 41, float32: position_" in capsys.readouterr().out
-
-
-def test_gpu_continues_after_a_part_that_fails(monkeypatch):
-    monkeypatch.setitem(gpu.PARTS, "kernels", Mock(side_effect=ValueError("no")))
-    monkeypatch.setitem(gpu.PARTS, "training", lambda _: [{"recipe": "one"}])
-    results, status = gpu.run(gpu_arguments("kernels", "training"))
-    assert status == 1
-    assert "ValueError: no" in results["kernels"]["lines"][0]["failed"]
-    assert results["training"]["lines"] == [{"recipe": "one"}]
 
 
 def test_tables_are_replaced_between_their_comments():

@@ -12,8 +12,8 @@ from typing import Any
 import equal_time
 import pytest
 import torch
-from equal_time import compare, in_turns, ours_choice
-from implementations.competitor import ConsecutiveSegments, overlapping_windows, rate_factor, window_nats
+from equal_time import compare, ours_choice
+from implementations.competitor import overlapping_windows, window_nats
 
 from transformer_xl import prepare
 from transformer_xl.config import UserError
@@ -43,20 +43,6 @@ def test_losses_of_windows_are_those_of_the_last_tokens() -> None:
             logits(inputs_K[None, start:stop])[0, first - start :], targets_K[first:stop], reduction="none"
         )
         torch.testing.assert_close(nats_K[first:stop], expected)
-
-
-def test_segments_continue_those_before_them() -> None:
-    segments = ConsecutiveSegments(torch.arange(31), batch_size=3, segment_length=4)
-    (inputs_BT, targets_BT), (next_BT, _) = segments.next(), segments.next()
-    assert inputs_BT[:, 0].tolist() == [0, 10, 20]
-    assert (targets_BT - inputs_BT).unique().tolist() == [1]
-    assert next_BT[:, 0].tolist() == [4, 14, 24]
-    assert segments.next()[0][:, 0].tolist() == [0, 10, 20]  # the rest of a row is shorter than a segment
-
-
-def test_learning_rate_warms_up_and_decays() -> None:
-    assert rate_factor(0.0, 0.1) < rate_factor(0.04, 0.1) < rate_factor(0.05, 0.1) == 1.0
-    assert rate_factor(1.3, 0.1) == pytest.approx(0.1)
 
 
 def test_recipes_with_settings() -> None:
@@ -141,27 +127,6 @@ def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Na
     assert [(of["steps"], of["seed"]) for of in processes.assignments] == [(30, 1), (30, 1), (30, 2), (30, 2)]
     tables = json.loads(args.out.read_text())["tables"]
     assert {name: {row["seeds"] for row in table} for name, table in tables.items()} == {"1": {2}, "3": {2}}
-
-
-def test_changes_of_the_lstm_are_tried_with_its_best_choices_and_steps_are_not_timed_again(
-    args: argparse.Namespace, processes: Processes
-) -> None:
-    args.contestants, args.seeds, args.rounds = "lstm", "1", 1
-    compare(args)
-    before = len(processes.assignments)
-    args.best, args.seconds, args.lstm_changes = 1, 3.0, "train.weight_decay=0.1 train.max_epochs=1"
-    compare(args)
-    plain, decayed, once = [assignment["settings"] for assignment in processes.assignments[before:]]
-    assert decayed == {**plain, "train": {**plain["train"], "weight_decay": 0.1}}
-    assert once == {**plain, "train": {**plain["train"], "max_epochs": 1}}
-
-
-def test_contestants_take_turns(args: argparse.Namespace) -> None:
-    chosen = [(contestant, contestant.choices) for contestant in equal_time.contestants(args)]
-    assert [contestant.name for contestant, _ in in_turns(chosen)] == ["ours", "gpt2", "ours", "gpt2", "gpt2"]
-    args.contestants = "ours,nanogpt"
-    with pytest.raises(UserError, match="nanogpt needs --nanogpt DIR"):
-        equal_time.contestants(args)
 
 
 def test_a_process_trains_and_scores(args: argparse.Namespace) -> None:

@@ -12,9 +12,6 @@ from pathlib import Path
 import chart
 import pytest
 import serving
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "apps" / "serve"))
-
 from servers import make_run, running
 
 FLAGS = "--clients 3 --seconds 1 --tokens 8 --prompt-tokens 6 --drop 0.3 --check 4 --threads 1"

@@ -13,7 +13,7 @@ def test_versions_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both are the working tree, since there may be no git."""
-    works, tree = "import,train-small,generate-small,prefill-small,serve-8", speed.checked_out
+    works, tree = "train-small,generate-small", speed.checked_out
     flags = ["--quick", "--rounds=1", "--threads=1", f"--works={works}", f"--out={tmp_path / 'out'}"]
     monkeypatch.setattr("sys.argv", ["speed.py", *flags])
     monkeypatch.setattr(speed, "default_base", lambda: "base")
@@ -25,7 +25,7 @@ def test_versions_are_measured(
     assert all(
         value > 0 for lines in results["works"].values() for line in lines for side in line["rounds"] for value in side
     )
-    assert "| serve-8 | MiB peak |" in capsys.readouterr().out
+    assert "| train-small | MiB peak |" in capsys.readouterr().out
 
 
 def test_slower_works_are_found() -> None:

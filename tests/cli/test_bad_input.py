@@ -304,6 +304,7 @@ INCOMPLETE = rf"safetensors is damaged \(not a complete safetensors file: .*\); 
 # by name: file of the run, change of its contents or None to delete it, command, pattern of the message
 DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "weights truncated": (WEIGHTS, truncate(-1), "evaluate run", INCOMPLETE),
+    "best weights truncated, resumed": (WEIGHTS, truncate(-1), RESUME, INCOMPLETE),
     "weight altered": (WEIGHTS, flip_bit(-101), "evaluate run", CHECKSUM),
     "tensor name altered": (WEIGHTS, substitute(b"softmax.bias", b"softmaxxbias"), "generate run",
         r"model.safetensors does not fit the settings in config.yaml \(at softmax"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,11 +30,13 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
         "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
         "zip/enwik8.zip": bytes(194), "words.txt": b"a\na\n",
+        "nothing/empty": b"", "nothing/.hidden": b"x", "packed/c.zip": b"PK",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
     np.save(folder / "music.npy", np.arange(97))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
@@ -47,6 +50,15 @@ BAD_COMMANDS = [
     ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
     ("prepare gone.txt", "'gone.txt' is neither a file nor a folder nor a known data set; .*: enwik8, text8, "),
     ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
+    ("prepare nothing", r"the folder nothing contains no text \(hidden and empty files are ignored\); name another"),
+    ("prepare d/*.txt", r"error: no file with text matches the pattern 'd/\*.txt'; check"),
+    ("prepare --train d/*.txt", "--train: no file with text"),
+    ("prepare pipe", "pipe is not a regular file; write its text to a file and name that"),
+    ("prepare packed/c.zip", "packed/c.zip is an archive; extract it first, or leave it out"),
+    ("prepare packed", r"no file of packed is text: packed/c.zip \(an archive\); name another"),
+    ("prepare python-stdlib short.txt", "cannot be combined .* 2 sources were given; omit .* ./python-stdlib"),
+    (f"prepare {'x' * 300}", "File name too long"),  # file systems allow 255 bytes
+    ("prepare text.txt/x", "'text.txt/x' is neither"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
     ("prepare truncated.gz", r"truncated.gz: .*damaged or truncated \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* has no text|train.*empty"),

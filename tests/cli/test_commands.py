@@ -19,10 +19,9 @@ import torch
 from refusals import NO_RECIPE, txl
 
 import transformer_xl
-from transformer_xl.config import EvaluationConfig, load_recipe, recipe_names
+from transformer_xl.config import load_recipe, recipe_names
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.generation.generate import generate
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run import Run, load
 from transformer_xl.run_folder import RunFolder
@@ -82,18 +81,6 @@ def test_the_default_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert trained.object["run"] == "runs/corpus-fast-small"
     config = RunFolder.open(Path("runs/corpus-fast-small")).config
     assert (config.model.n_layers, config.model.max_ngram, config.train.optimizer) == (1, 8, "muon")
-
-
-def test_train_writes_metrics_checkpoints_and_config(folder: Path) -> None:
-    run_folder = RunFolder.open(folder / "run")
-    assert [(line["split"], line["step"]) for line in run_folder.metrics()] == [
-        ("train", 5), ("train", 10), ("valid", 11), ("train", 15), ("valid", 17),
-    ]  # fmt: skip
-    assert run_folder.checkpoints()[-1].name == "step-00000017"
-    config = run_folder.config
-    assert (config.model.d_head, config.train.memory_length) == (5, 11)
-    assert config.corpus is not None
-    assert config.corpus.path == str((folder / "corpus").resolve())
 
 
 def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: Path) -> None:
@@ -201,20 +188,6 @@ def test_every_command_says_which_weights_it_uses(folder: Path, tmp_path: Path) 
     assert "best weights, is missing" in txl("evaluate", path).err
 
 
-def test_evaluate_at_other_lengths(folder: Path) -> None:
-    lengths = ["--segment-length=5", "--memory-length=29", "--attention-window=23", "--clamp-length=3"]
-    options = ["--split=valid", "--max-tokens=31", "--checkpoint=last"]
-    metrics = txl("evaluate", folder / "run", "--json", *lengths, *options).object
-    assert [metrics[name] for name in LENGTHS] == [5, 29, 23, 3]
-    assert (metrics["tokens"], metrics["split"]) == (31, "valid")
-    config = EvaluationConfig(**dict(zip(LENGTHS, (5, 29, 23, 3), strict=True)))
-    last_run = load(folder / "run", device="cpu", checkpoint="last")
-    expected = evaluate(last_run, Corpus.open(folder / "corpus").split("valid"), config, max_tokens=31)
-    assert metrics["nats_per_token"] == pytest.approx(expected.nats_per_token, rel=1e-6)
-    unlimited = txl("evaluate", folder / "run", "--json", "--attention-window=none", "--clamp-length=none").object
-    assert (unlimited["attention_window"], unlimited["clamp_length"]) == (None, None)
-
-
 def test_sweep_equals_separate_evaluations(folder: Path) -> None:
     words = ["evaluate", folder / "run", "--max-tokens=101"]
     swept = txl(*words, "--sweep-memory-length", "0, 11,53", "--json")
@@ -231,15 +204,6 @@ def test_sweep_equals_separate_evaluations(folder: Path) -> None:
         assert f"{result['bits_per_byte']:.4f}" in table
         assert f"{result['nats_per_token']:.4f}" in table
     assert "perplexity" not in table  # bytes are no words
-
-
-def test_generate_from_a_prompt_file_longer_than_the_memory(folder: Path, run: Run, tmp_path: Path) -> None:
-    """Temperature 0 is greedy. The prompt has 360 tokens (bytes), the memory 11 slots."""
-    prompt = "the caf\u00e9" * 40
-    (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
-    words = ["--prompt-file", tmp_path / "prompt", "--max-new-tokens", "23", "--temperature", "0"]
-    expected = generate(run, prompt, max_new_tokens=23, greedy=True).text
-    assert txl("generate", folder / "run", *words).out == expected + "\n"
 
 
 def test_info_of_a_run(folder: Path) -> None:

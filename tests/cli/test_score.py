@@ -182,11 +182,6 @@ def test_evaluate_equals_the_library(folder: Path, run: Run, settings: dict[str,
     assert (folder / "run" / "model.safetensors").read_bytes() == weights
 
 
-def test_swept_windows_have_the_memory_that_fills_them(folder: Path) -> None:
-    results = evaluate_json(folder, "--sweep-attention-window=4,9", "--max-tokens=59")["sweep"]
-    assert [(result["attention_window"], result["memory_length"]) for result in results] == [(4, 3), (9, 8)]
-
-
 def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]
@@ -199,13 +194,6 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     result = txl(*command, "--dtype", "bfloat16")
     assert result.warnings.startswith("note: this device has no bfloat16 instructions")
     assert result.object["dtype"] == "bfloat16"
-
-
-def test_evaluate_table(folder: Path) -> None:
-    flags = ["--method=sliding-window", "--attention-window=5", "--memory-length=0", "--reset-memory"]
-    result = txl("evaluate", folder / "run", "--max-tokens=31", *flags)
-    assert (result.status, result.warnings) == (0, "")
-    assert "method sliding-window, memory reset at each document" in result.out
 
 
 # Errors

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from token_losses import BOS, CLOSE, token_nats
 
-from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -28,17 +27,6 @@ PLAN = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_leng
 FIRST, SECOND = "Gr\u00fc\u00dfe\nan b\n\nb", "\u2603 b an\nb\n"
 WORDS = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
 TOKENIZERS = [ByteTokenizer(), CharTokenizer("an b\n"), WORDS]
-
-
-@pytest.fixture
-def run_of(make_model):
-    """A function that returns a run with a tokenizer, whose settings give PLAN."""
-
-    def make(tokenizer: Tokenizer) -> Run:
-        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
-        return Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, config)
-
-    return make
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=lambda tokenizer: tokenizer.kind)

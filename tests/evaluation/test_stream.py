@@ -6,7 +6,7 @@ The fixture make_model (tests/conftest.py) makes a small float64 model with rand
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,6 @@ TOKENIZERS = {
     "word punctuation": WordTokenizer(WORDS, **SPECIAL, pre_tokenizer=PreTokenizer("punctuation")),
 }
 BAD = b"the c\xe2\x98at\xff sat \xf0\x9f\n\xc3"
-
-
-@pytest.fixture
-def run_of(make_model) -> Callable[..., Run]:
-    """A function that returns a run with a tokenizer, with segments of 7 and a memory of 11 tokens."""
-
-    def make(tokenizer: Tokenizer, **settings: Any) -> Run:
-        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
-        return Run(make_model(vocab_size=tokenizer.vocab_size, **settings), tokenizer, config)
-
-    return make
 
 
 def chunks_of(text: bytes, seed: int, mean: int = 5) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ Shape suffixes: B batch size, T tokens, D d_model, K tokens of a text.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 from dataclasses import replace
@@ -211,6 +212,20 @@ def test_documents_of_one_segment_are_one_batch_without_memory(make_model, monke
     text = TokenizedText(random_tokens(997), BOS, np.arange(0, 997, 7))  # 143 documents of at most 7 tokens
     list(stream_losses(model, text, EvaluationPlan(64, ContextLimits(11), reset_memory=True)))
     assert shapes == [(143, 7, 0)]
+
+
+def test_memory_use_does_not_grow_with_the_text(make_model, monkeypatch) -> None:
+    """In the second half of 16 segments, the tensors together are never larger than in the first half."""
+    monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_DEVICE", 4)
+    text, plan = TokenizedText(random_tokens(112), bos_token_id=BOS), EvaluationPlan(7, ContextLimits(11))
+    sizes: list[int] = []
+
+    def look(num_tokens: int) -> None:
+        sizes.append(sum(one.numel() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)))
+
+    assert sum(len(losses.nats_K) for losses in stream_losses(make_model(), text, plan, look)) == 112
+    assert len(sizes) == 16
+    assert max(sizes[8:]) <= max(sizes[:8])
 
 
 def test_attended_empty_slots_are_kept(make_model) -> None:

@@ -8,15 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 from integrations.checkpoints.checkpoints import WORDS, golden, hugging_face_folder
 from integrations.checkpoints.golden_huggingface import CASES
-from integrations.runs import MODELS, ids, make_run, own_logits
 from safetensors import safe_open
+from small_runs import MODELS, ids, make_run, own_logits
 from tensors import assert_same_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -109,15 +108,6 @@ def test_model_in_shards_and_other_number_formats(tmp_path: Path) -> None:
             assert logits_BTV.dtype == dtype
             torch.testing.assert_close(logits_BTV.float(), own_logits(run, ids_BT), rtol=0.05, atol=0.05)
         assert model.generate(ids_BT, max_new_tokens=3).shape == (2, 26)
-
-
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
-def test_device_map(device_map: object, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "shaw")
-    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", device_map=device_map)
-    assert_same_tensors(model.model, run.model)
-    assert model.generate(ids(1, 4), max_new_tokens=3).shape == (1, 7)
 
 
 def test_settings_can_be_changed_when_a_folder_is_opened(tmp_path: Path) -> None:
@@ -278,21 +268,3 @@ def test_missing_and_old_transformers_are_named(version: str, message: str) -> N
     last = result.stderr.splitlines()[-1]
     assert message in last
     assert "pip install 'transformer-xl[transformers]'" in last
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("transformer-xl", {"evaluation_memory_length": -1}, "memory_length"),
-        ("transformer-xl", {"evaluation_memory_length": "10"}, "memory_length"),
-        ("transformer-xl", {"evaluation_segment_length": 0}, "evaluation_segment_length is 0"),
-        ("vaswani", {"evaluation_memory_length": 10}, "vaswani has no memory; give memory_length 0, not 10"),
-    ],
-)
-def test_wrong_settings_given_to_from_pretrained_are_refused(
-    tmp_path: Path, name: str, settings: dict[str, Any], message: str
-) -> None:
-    make_run(tmp_path / "run", name)
-    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
-    with pytest.raises(UserError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "hub", **settings)

@@ -6,7 +6,6 @@ Shape suffixes: B batch rows, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from integrations.runs import MODELS, SEGMENT, ids, make_run, opened
+from integrations.runs import opened
+from small_runs import MODELS, SEGMENT, ids, make_run
 from torch import Tensor, nn
 
 from transformer_xl import score
@@ -240,21 +240,6 @@ def test_a_model_is_prepared_once_for_unchanged_weights(tmp_path: Path, monkeypa
         model(made_BT[:, :1], past_key_values=cache)
 
 
-def test_copies_prepare_their_own(tmp_path: Path) -> None:
-    make_run(tmp_path / "run")
-    model, cache = from_run(tmp_path / "run")[0], MemoryCache()
-    expected_BTV = logits_of(model, cache)
-    assert model._inference is not None
-    for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other._inference is None
-        assert torch.equal(logits_of(other), expected_BTV)
-    with pytest.raises(UserError, match=STALE), torch.no_grad():
-        other(ids(2, 1), past_key_values=cache)
-    replica = model._replicate_for_data_parallel()  # its parameters are no parameters
-    assert replica._preparation(None, has_gradients=False) is None
-    model.save_pretrained(tmp_path / "saved")
-
-
 def test_dynamic_evaluation_continues_while_the_weights_change(tmp_path: Path) -> None:
     """With gradients a cache holds hidden states, which new weights continue."""
     run, model, _ = opened(tmp_path / "run", dropout=0.0)
@@ -280,22 +265,3 @@ def test_no_gradients_are_computed_through_keys_and_values(tmp_path: Path) -> No
         cache = model(ids(2, 5)).past_key_values
     with pytest.raises(UserError, match=r"passes no gradient; continue it under torch.no_grad"):
         model(ids(2, 3), past_key_values=cache)
-
-
-@torch.no_grad()
-def test_caches_of_two_dtypes_continue_side_by_side(tmp_path: Path) -> None:
-    """Each continues in the dtype that it was begun with."""
-    make_run(tmp_path / "run")
-    model, text_BT = from_run(tmp_path / "run")[0], ids(2, 40)
-    expected = {}
-    for dtype, context in DTYPES.items():
-        cache = MemoryCache()
-        with context():
-            expected[dtype] = [model(part_BT, past_key_values=cache).logits for part_BT in text_BT.split(4, dim=1)]
-    caches = {dtype: MemoryCache() for dtype in DTYPES}
-    for number, part_BT in enumerate(text_BT.split(4, dim=1)):
-        for dtype, context in DTYPES.items():
-            with context() if number == 0 or dtype == "bfloat16" else nullcontext():
-                logits_BTV = model(part_BT, past_key_values=caches[dtype]).logits
-            assert torch.equal(logits_BTV, expected[dtype][number])
-    assert not torch.equal(expected["float32"][-1], expected["bfloat16"][-1].float())

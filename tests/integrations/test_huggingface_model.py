@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.runs import MEMORY, MODELS, SEGMENT, ids, make_run, opened, own_logits
-from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
+from integrations.runs import opened
+from small_runs import MEMORY, MODELS, SEGMENT, ids, make_run, own_logits
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from transformer_xl import beam_search, generate
 from transformer_xl.config import ARCHITECTURES, UserError
@@ -106,36 +107,6 @@ def test_beams_that_end_equal_ours(tmp_path: Path) -> None:
         assert [token for token in made_BT[0, 3:].tolist() if token < 256] == list(expected[0].token_ids)
 
 
-def test_finished_rows_do_not_change_the_others(tmp_path: Path) -> None:
-    _, model, tokenizer = opened(tmp_path / "run")
-    texts = [prompt.decode() for prompt in PROMPTS]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
-    free_BT = model.generate(**inputs, max_new_tokens=19)[:, inputs["input_ids"].shape[1] :]
-    end = int(free_BT[0, 3])
-    made_BT = model.generate(**inputs, max_new_tokens=19, eos_token_id=end)[:, inputs["input_ids"].shape[1] :]
-    for free_T, made_T in zip(free_BT.tolist(), made_BT.tolist(), strict=True):
-        length = free_T.index(end) + 1 if end in free_T else len(free_T)
-        assert made_T[:length] == free_T[:length]
-        assert set(made_T[length:]) <= {256}
-
-
-def test_samples_have_the_probabilities_of_our_model(tmp_path: Path) -> None:
-    run, model, _ = opened(tmp_path / "run")
-    prompt_BT = torch.tensor([list(b"the")])
-    torch.manual_seed(5)
-    made = model.generate(
-        prompt_BT, do_sample=True, top_k=0, max_new_tokens=15, num_return_sequences=4, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    memory = run.model.initial_memory(4)
-    with torch.no_grad():
-        hidden_BTD, memory = run.model(prompt_BT.expand(4, -1), memory)
-        for step, logits_BV in enumerate(made.logits):
-            torch.testing.assert_close(logits_BV, run.model.logits(hidden_BTD)[:, -1].float(), rtol=0, atol=1e-6)
-            hidden_BTD, memory = run.model(made.sequences[:, 3 + step : 4 + step], memory)
-    assert len({tuple(row) for row in made.sequences.tolist()}) == 4
-
-
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_generation_continues_from_a_cache(name: str, tmp_path: Path) -> None:
     """With the newest tokens alone, with the whole text so far, and twice from the same memory."""
@@ -156,28 +127,6 @@ def test_generation_continues_from_a_cache(name: str, tmp_path: Path) -> None:
         for token_B in made_again_BT[:, text_BT.shape[1] :].unbind(1):
             assert torch.equal(outputs.logits[:, -1].argmax(-1), token_B)
             outputs = model(token_B[:, None], past_key_values=outputs.past_key_values)
-
-
-def test_text_is_streamed(tmp_path: Path) -> None:
-    run, model, tokenizer = opened(tmp_path / "run")
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    made_BT = model.generate(torch.tensor([list(b"the")]), max_new_tokens=31, streamer=streamer)
-    assert "".join(streamer) == run.tokenizer.decode(made_BT[0, 3:])
-
-
-def test_text_ends_at_stop_strings(tmp_path: Path) -> None:
-    _, model, tokenizer = opened(tmp_path / "run")
-    inputs = tokenizer("the cat", return_tensors="pt")
-    made_T = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
-    text = tokenizer.decode(made_T[7:])
-    stop = text[10:12]
-    stopped_T = model.generate(**inputs, max_new_tokens=20, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)[
-        0
-    ]
-    # a stop string may begin in the prompt
-    end = max(len("the cat") + 1, ("the cat" + text).index(stop) + len(stop))
-    assert tokenizer.decode(stopped_T) == ("the cat" + text)[:end]
-    assert len(stopped_T) < len(made_T)
 
 
 @each_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations.runs import make_run
+from small_runs import make_run
 from transformers import AutoTokenizer
 
 from transformer_xl.config import UserError

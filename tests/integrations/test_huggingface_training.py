@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.runs import SEGMENT, ids, make_run
+from small_runs import SEGMENT, ids, make_run
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (

@@ -17,21 +17,16 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
-from lm_eval import simple_evaluate, utils
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from refusals import txl
+from small_runs import make_run
 
 from transformer_xl import (
-    ContextLimits,
-    RunConfig,
-    TrainConfig,
-    TransformerXLConfig,
     UserError,
-    build_model,
     generate,
     load,
     save,
@@ -40,10 +35,8 @@ from transformer_xl import (
 from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.lm_eval.model import TxlLM
 from transformer_xl.integrations.lm_eval.wikitext import write_task
-from transformer_xl.run import Run
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -57,15 +50,7 @@ TEXTS = ["A first text, longer than memory and segment together.\n" * 3, "Anothe
 
 @pytest.fixture(scope="module")
 def run_path(tmp_path_factory) -> Path:
-    """A run with random weights, large enough that what it attends to matters."""
-    torch.manual_seed(5)
-    model = TransformerXLConfig(vocab_size=256, n_layers=3, d_model=14, n_heads=2, d_head=5, d_ff=19)
-    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
-    network = build_model(model, memory_length=11).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return save(Run(network, ByteTokenizer(), config), tmp_path_factory.mktemp("runs") / "mine")
+    return make_run(tmp_path_factory.mktemp("runs") / "mine", n_layers=3, noise=0.3).path
 
 
 def ask(lm: TxlLM, kind: str, *arguments):
@@ -99,40 +84,11 @@ def test_rolling_equals_evaluation_with_memory_reset(run_path: Path, tmp_path: P
     assert -sum(results) / tokens == pytest.approx(expected["nats_per_token"], abs=1e-6)
 
 
-def test_rolling_adds_the_last_line_end_of_a_word_tokenizer() -> None:
+def test_rolling_adds_the_last_line_end_of_a_word_tokenizer(tmp_path: Path) -> None:
     tokenizer = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
-    model = TransformerXLConfig(vocab_size=4, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
-    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
-    run = Run(build_model(model, memory_length=11).eval(), tokenizer, config)
+    run = make_run(tmp_path / "run", tokenizer=tokenizer)
     (result,) = ask(TxlLM(run), "loglikelihood_rolling", ("an b\nb",))
     assert result == pytest.approx(-score(run, "an b\nb\n")[0].sums.nats, abs=1e-5)
-
-
-def window_logprob(run: Run, inputs: list[int], targets: list[int]) -> float:
-    """The log-probability of the last tokens of a window, which is read in segments from an empty memory."""
-    memory, parts = run.model.initial_memory(1, ContextLimits(11)), []
-    for start in range(0, len(inputs), 7):
-        hidden_BTD, memory = run.model(torch.tensor([inputs[start : start + 7]]), memory)
-        parts.append(run.model.logits(hidden_BTD)[0])
-    logprobs_TV = torch.cat(parts).log_softmax(-1)[-len(targets) :]
-    return float(logprobs_TV.detach().gather(1, torch.tensor(targets)[:, None]).sum())
-
-
-@pytest.mark.parametrize("max_length", [5, 16, 1000])
-def test_windows_of_the_harness(run_path: Path, max_length: int) -> None:
-    """Its own division of a text into windows, with the logits of our model for each."""
-    run, results = load(run_path), []
-    for text in TEXTS:
-        windows = utils.get_rolling_token_windows(list(text.encode()), ord("\n"), max_length, context_len=1)
-        results.append(sum(window_logprob(run, *window) for window in windows))
-    lm = TxlLM(run, windows="harness", max_length=max_length)
-    assert ask(lm, "loglikelihood_rolling", *[(text,) for text in TEXTS]) == pytest.approx(results, abs=1e-4)
-    # a context is cut on the left, and does not begin with a BOS token
-    context, continuation = "A long context in which a", " word"
-    ids = list((context + continuation).encode())[-max_length - 1 :]
-    expected = window_logprob(run, ids[:-1], list(continuation.encode()))
-    ((logprob, _),) = ask(lm, "loglikelihood", (context, continuation))
-    assert logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.filterwarnings("default")  # of transformers
@@ -253,15 +209,6 @@ def test_registered_under_its_name() -> None:
 def test_wrong_model_arguments_are_refused(arguments, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TxlLM(**arguments)
-
-
-def test_a_damaged_run_is_refused(run_path: Path, tmp_path: Path) -> None:
-    damaged = save(load(run_path), tmp_path / "damaged")
-    content = bytearray((damaged / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (damaged / "model.safetensors").write_bytes(content)
-    with pytest.raises(UserError, match=r"model.safetensors.*damaged"):
-        TxlLM(damaged)
 
 
 def test_wrong_requests_are_refused(run_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from integrations.checkpoints.checkpoints import golden, hugging_face_folder
-from integrations.runs import make_run
+from small_runs import make_run
 
 from transformer_xl.cli.main import run as txl
 

@@ -97,16 +97,8 @@ def test_no_two_files_of_the_core_have_one_name() -> None:
     [
         ("text", "from transformer_xl.device import autocast", ["device"]),
         ("model", "def f():\n    import transformer_xl.text.segments", ["text"]),
-        (
-            "run_folder",
-            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.evaluate import evaluate",
-            ["evaluation"],
-        ),
-        ("training", "from transformer_xl.generation.generate import generate", ["generation"]),
         ("device", "from transformer_xl import files, load, __version__", ["load"]),
-        ("device", "import transformer_xl", ["everything"]),
         ("text", "from .vocabulary import Vocabulary", ["a relative import"]),
-        ("cli", "from transformer_xl.training.trainer import Trainer\nimport torch", []),
         ("model", "from transformer_xl.model import kernels", []),
     ],
 )

@@ -8,11 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from refusals import txl
+from small_runs import make_run
 
-from transformer_xl import RunConfig, TransformerXL, TransformerXLConfig, save
-from transformer_xl.run import Run
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # without the section on a program that is not installed here
@@ -26,11 +24,9 @@ def blocks(label: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the page prepares and trains, and the file that it tells the reader to save."""
-    torch.manual_seed(1)
     words = ("<eos>", "<unk>", "the", "union", "found", "offer", "was", "too", "low")
     tokenizer = WordTokenizer(words, eos_token="<eos>", unk_token="<unk>")
-    model = TransformerXLConfig(vocab_size=len(words), n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
-    save(Run(TransformerXL(model, memory_length=11), tokenizer, RunConfig(model=model)), tmp_path / "runs" / "ptb")
+    make_run(tmp_path / "runs" / "ptb", tokenizer=tokenizer)
     (table,) = blocks("csv")
     (tmp_path / "garden-paths.csv").write_text(table, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

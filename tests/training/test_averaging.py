@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from training_runs import CPU, equals_best, letters_corpus, start, validation_nats
 
-from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config import TrainConfig
 from transformer_xl.run import load_run
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.averaging import WeightAverage
@@ -74,23 +74,6 @@ def test_weights_are_restored_bit_for_bit(make_model) -> None:
         raise ZeroDivisionError
     assert torch.equal(weights_of(model), before)
     assert torch.equal(averaged_weights(model, average), inside)
-
-
-def test_average_continues_after_loading_its_tensors(make_model) -> None:
-    model, config = make_model(), TrainConfig(weight_average="uniform")
-    average = WeightAverage(model, config)
-    change_weights(model, average, steps=5)
-    again = WeightAverage(model, config)
-    again.load_tensors({name: tensor.clone() for name, tensor in average.tensors().items()})
-    with torch.no_grad():
-        next(model.parameters()).mul_(3)
-    for one in (average, again):
-        one.update(6)
-    assert again.count == 6
-    assert torch.equal(averaged_weights(model, average), averaged_weights(model, again))
-    for wrong in (make_model(n_layers=2), make_model(d_model=22)):
-        with pytest.raises(UserError, match="weight average does not fit this model"):
-            average.load_tensors(WeightAverage(wrong, config).tensors())
 
 
 AVERAGES = [{"weight_average": "uniform", "average_start_step": 3}, {"weight_average": "ema", "ema_decay": 0.5}]

@@ -60,6 +60,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
         {**WARMUP, "optimizer": "muon", "weight_average": "uniform", "average_start_step": 4, "micro_batch_size": 1},
     ),
+    "random lengths, extended context": (
+        {"embedding_dropout": 0.1, "variational_dropout": True, "activation_penalty": 0.3},
+        {
+            "memory_length": 0, "extended_context_length": 6, "random_segment_lengths": True, "weight_decay": 0.01,
+            "weight_average": "uniform", "average_start_step": 12, "average_learning_rate": 0.001,
+            "embedding_learning_rate_ratio": 2.0,
+        },
+    ),
     "lstm": ({"architecture": "lstm"}, {"micro_batch_size": 2}),
     "qrnn": ({"architecture": "qrnn", "zoneout": 0.2}, {**WARMUP, "optimizer": "muon"}),
     "shaw": ({"architecture": "shaw"}, {"activation_checkpointing": True}),

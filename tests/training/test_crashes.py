@@ -11,8 +11,6 @@ from training_runs import StopInValidation, letters_corpus, lines_of, reopened, 
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointRecord
-from transformer_xl.config import UserError
-from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.trainer import Trainer
 
@@ -108,30 +106,6 @@ def test_best_weights_newer_than_the_checkpoint_are_kept(tmp_path: Path) -> None
     assert best_nats < lines_of(trainer, "valid")[-1]["nats_per_token"] < record.state["best_nats"]
     assert best.read_bytes() == before
     assert trainer.state.best_nats == best_nats
-
-
-def test_crashed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    uninterrupted, trainer = start_run(tmp_path / "uninterrupted"), start_run(tmp_path / "run")
-    uninterrupted.run()
-    crash_after_best_validation(trainer)
-    trainer = reopened(trainer)
-    trainer.run()
-    for checkpoint in ("best", "last"):
-        files = [run.folder.choose_weights(checkpoint).used.file.read_bytes() for run in (trainer, uninterrupted)]
-        assert files[0] == files[1]
-    assert trainer.state.best_nats == uninterrupted.state.best_nats
-
-
-def test_damaged_best_weights_are_refused(tmp_path: Path) -> None:
-    trainer = start_run(tmp_path / "run")
-    crash_after_best_validation(trainer)
-    best = tmp_path / "run" / "model.safetensors"
-    save_tensors(best, load_tensors(best)[0])  # without metadata, which contain the step and the loss
-    assert trainer.folder.best_known() is None
-    reopened(trainer)
-    best.write_bytes(best.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"model.safetensors is damaged"):
-        reopened(trainer)
 
 
 def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:

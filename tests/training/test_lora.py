@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -242,15 +241,6 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
         assert "its checksum is another" in result.err
 
 
-def test_new_memory_lengths_of_the_base_do_not_change_its_checksum(tmp_path: Path) -> None:
-    """They are measured again when training ends, without a change of the weights."""
-    run = make_adapter(tmp_path)
-    expected_BTV, file = logits(load(run, device="cpu")), tmp_path / "base" / "model.safetensors"
-    weights, metadata = load_tensors(file)
-    save_tensors(file, weights, {**metadata, "memory_lengths": "{}"})
-    assert torch.equal(logits(load(run, device="cpu")), expected_BTV)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -323,7 +313,6 @@ def test_folder_of_peft_without_a_checksum_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lora_rank": 0}, "rank"),
         ({"lora_rank": 1025}, "rank"),
         ({"lora_rank": 11}, "lora-rank 11 is above the smaller side"),
         ({"lora_rank": "8"}, "lora_rank is of type str"),
@@ -333,7 +322,6 @@ def test_folder_of_peft_without_a_checksum_is_refused(tmp_path: Path) -> None:
         ({"lora_targets": "q_proj"}, r"give a list of names such as \['q_proj', 'v_proj'\]"),
         ({"lora_rank": None, "lora_alpha": 4.0}, "lora_alpha has no effect without lora_rank"),
         ({"freeze": ["layers.*"]}, "leaves no parameter to train"),
-        ({"freeze": ["embedding.*"]}, r"freeze 'embedding.\*' matches no parameter; .* layers.0\*, layers.1\*"),
     ],
 )
 def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -354,17 +342,6 @@ def test_base_must_be_whole_and_have_linear_layers(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
-def test_libraries_print_nothing(tmp_path: Path) -> None:
-    """torchao, which peft imports, warns of each of its libraries for other processors."""
-    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
-    words = ["finetune", base, "--corpus", corpus.path, "--run", tmp_path / "tuned", "--lora-rank", "2"]
-    command = [sys.executable, "-m", "transformer_xl", *map(str, words), "--train.max-steps", "2", "--device", "cpu"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "Failed to load" not in result.stderr
-    assert "pytree" not in result.stderr
-
-
 def test_missing_peft_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     monkeypatch.setattr("transformer_xl.model.lora.find_spec", lambda name: None)
@@ -377,20 +354,17 @@ def test_missing_peft_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as the other tests of several processes")
 def test_results_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
-    """In float64, also of a sharded adapter that one process resumes."""
+    """In float64, of a sharded adapter that one process resumes."""
     make_base(tmp_path), new_corpus(tmp_path)
-    for parallelism in ("ddp", "fsdp"):
-        assert run_processes(2, adapter_job, tmp_path, parallelism) == [0, 0]
-    (tmp_path / "ddp").rename(tmp_path / "two processes")
+    assert run_processes(2, adapter_job, tmp_path, "fsdp") == [0, 0]
     try:
         adapter_job(tmp_path, "ddp")
         assert resume(tmp_path / "fsdp", **OPTIONS).finished
     finally:
         torch.set_default_dtype(torch.float32)
     expected, _ = load_tensors(tmp_path / "ddp" / "adapter_model.safetensors")
-    for name in ("two processes", "fsdp"):
-        tensors, _ = load_tensors(tmp_path / name / "adapter_model.safetensors")
-        assert_same_tensors(tensors, expected, atol=1e-9)
+    tensors, _ = load_tensors(tmp_path / "fsdp" / "adapter_model.safetensors")
+    assert_same_tensors(tensors, expected, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler ignores its own warnings, unless they are errors

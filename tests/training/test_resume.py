@@ -9,12 +9,10 @@ import pytest
 import torch
 from native_operators import needs_native
 from refusals import txl
-from tensors import assert_same_tensors
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
 from transformer_xl.ops.linear import packs
 from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.trainer import Trainer
 
 
@@ -48,33 +46,6 @@ def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[st
     )
 
 
-def test_random_lengths_with_context_and_averaging_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Stopped in the second epoch, before averaging starts, and again while weights are averaged."""
-    corpus = letters_corpus(tmp_path / "corpus")
-    settings = {
-        "memory_length": 0, "extended_context_length": 6, "random_segment_lengths": True, "max_steps": 23,
-        "weight_average": "uniform", "average_start_step": 15, "average_learning_rate": 0.001, "eval_interval": 4,
-        "embedding_learning_rate_ratio": 2.0, "weight_decay": 0.01,
-    }  # fmt: skip
-    model = {"dropout": 0.2, "embedding_dropout": 0.1, "variational_dropout": True, "activation_penalty": 0.3}
-    whole = start(tmp_path / "whole", corpus, model=model, **settings)
-    whole.run()
-    trainer = start(tmp_path / "run", corpus, model=model, **settings)
-    for step in (9, 18):
-        train_until(trainer, step)
-        trainer = reopened(trainer)
-    trainer.run()
-    assert nats_of(trainer) == nats_of(whole)
-    assert trainer.state.position == whole.state.position
-    assert trainer.state.position.epoch > 0
-    for checkpoint in ("best", "last"):
-        assert_same_tensors(
-            *(load_tensors(one.folder.choose_weights(checkpoint).used.file)[0] for one in (trainer, whole))
-        )
-    rates = {line["learning_rate"] for line in lines_of(whole, "train") if line["step"] > 15}
-    assert rates == {0.001}
-
-
 # the validation text changes with another corpus, or with another number of its tokens (eval_tokens; None: all)
 @pytest.mark.parametrize("other_file", [False, True])
 def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *, other_file: bool) -> None:
@@ -100,27 +71,6 @@ def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *
     assert trainer.folder.best_known() == (9, last)
     best = txl("info", path, "--json").object["run"]["checkpoint"]
     assert (best["step"], best["valid_nats_per_token"]) == (9, last)
-
-
-@needs_native
-@pytest.mark.parametrize("first", ["native", "cpu"])
-def test_run_is_resumed_with_the_kernel_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
-    """Bit for bit, also where the native operators are built between stop and resume."""
-    corpus, model = letters_corpus(tmp_path / "corpus", num_valid=0), {"attention_dropout": 0.3}
-    with monkeypatch.context() as patch:
-        if first == "cpu":
-            patch.setattr("transformer_xl.ops.native.operators", lambda: None)
-        whole = start(tmp_path / "whole", corpus, model=model)
-        whole.run()
-        trainer = start(tmp_path / "run", corpus, model=model)
-        train_until(trainer, 9)
-    trainer = reopened(trainer)
-    assert trainer.stepper.numerics == whole.stepper.numerics
-    assert trainer.stepper.numerics.attn_implementation == first
-    trainer.run()
-    assert nats_of(trainer) == nats_of(whole)
 
 
 @pytest.mark.skipif(not packs(torch.float32), reason="oneDNN packs no weights here")
@@ -155,16 +105,28 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
         assert resumed.stepper.numerics.matmul_library == "blas"
 
 
+# models with attention, and without, whose dropout is all that the native operators compute; the field of Numerics
+ATTENTION: dict[str, Any] = {"attention_dropout": 0.3}
+LSTM: dict[str, Any] = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "dropout": 0.3}
+
+
 @needs_native
-@pytest.mark.parametrize("first", ["native", "torch"])
-def test_run_is_resumed_with_the_dropout_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+@pytest.mark.parametrize(
+    ("model", "field", "first"),
+    [
+        (ATTENTION, "attn_implementation", "native"),
+        (ATTENTION, "attn_implementation", "cpu"),
+        (LSTM, "dropout_kernel", "native"),
+        (LSTM, "dropout_kernel", "torch"),
+    ],
+)
+def test_run_is_resumed_with_the_operators_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], field: str, first: str
 ) -> None:
-    """A model without attention too, whose dropout is all that the native operators compute."""
+    """Bit for bit, also where the native operators are built between stop and resume."""
     corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
-    model = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "dropout": 0.3}
     with monkeypatch.context() as patch:
-        if first == "torch":
+        if first != "native":
             patch.setattr("transformer_xl.ops.native.operators", lambda: None)
         whole = start(tmp_path / "whole", corpus, model=model)
         whole.run()
@@ -172,27 +134,28 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
         train_until(trainer, 9)
     trainer = reopened(trainer)
     assert trainer.stepper.numerics == whole.stepper.numerics
-    assert trainer.stepper.numerics.dropout_kernel == first
+    assert getattr(trainer.stepper.numerics, field) == first
     trainer.run()
     assert nats_of(trainer) == nats_of(whole)
-    if first == "native":
-        train_until(trainer := start(tmp_path / "other", corpus, model=model), 9)
-        monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
-        trainer = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU)
-        (warning,) = trainer.resume()
-        assert "trained with native dropout, which is not available here" in warning
-        train_until(trainer, 12)  # the next checkpoint records what was used
-        assert trainer.stepper.numerics.dropout_kernel == "torch"
-        assert Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume() == []
 
 
 @needs_native
-def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0))
+@pytest.mark.parametrize(
+    ("model", "field", "what", "instead"),
+    [
+        (ATTENTION, "attn_implementation", "the attention kernel native", "cpu"),
+        (LSTM, "dropout_kernel", "native dropout", "torch"),
+    ],
+)
+def test_resume_without_the_operators_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], field: str, what: str, instead: str
+) -> None:
+    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), model=model)
     train_until(trainer, 9)
     monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
     trainer = Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU)
     (warning,) = trainer.resume()
-    assert "trained with the attention kernel native, which is not available here" in warning
-    assert trainer.stepper.numerics.attn_implementation == "cpu"
-    assert trainer.run()
+    assert f"trained with {what}, which is not available here" in warning
+    train_until(trainer, 12)  # the next checkpoint records what was used
+    assert getattr(trainer.stepper.numerics, field) == instead
+    assert Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU).resume() == []

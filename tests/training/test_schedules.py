@@ -7,7 +7,6 @@ last `decay_steps` steps. The segment warm-up starts with segments halved severa
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,25 +75,6 @@ def test_random_lengths_have_the_distribution_of_awd_lstm() -> None:
     assert random_length(7, config.model_copy(update={"seed": 2})) != lengths[7]
     short = config.model_copy(update={"segment_length": 4})
     assert min(random_length(step, short) for step in range(100)) == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),  # the step at which averaging, or training with full segments, starts; related settings
-    [
-        ("average_start_step", {"weight_average": "uniform"}),
-        ("segment_warmup_steps", {"segment_length": 8, "memory_length": 8, "initial_segment_length": 4}),
-    ],
-)
-def test_settings_that_start_after_the_last_step_are_refused(name: str, settings: dict[str, Any]) -> None:
-    assert getattr(TrainConfig(max_steps=1200, **{name: 1199}, **settings), name) == 1199
-    with pytest.raises(ValueError, match=rf"{name} 1,200 .*give 1,199 or less"):
-        TrainConfig(max_steps=1200, **{name: 1200}, **settings)
-
-
-def test_short_training_needs_no_other_settings() -> None:
-    """Without a weight average, its start step does not matter; the learning rate warm-up, by default 100 steps, may be
-    cut short."""
-    assert TrainConfig(max_steps=3, average_start_step=5).warmup_steps == 100
 
 
 def test_a_step_sets_the_rate_of_every_group() -> None:

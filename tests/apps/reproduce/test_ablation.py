@@ -12,7 +12,6 @@ from transformer_xl.apps.reproduce.ablation import (
     chart,
     equal_memory_rows,
     equal_memory_title,
-    system_results,
     table_rows,
     verdicts,
 )
@@ -104,13 +103,6 @@ def test_verdict_on_longer_attention(name, by_window, verdict):
     """
     ((_, actual),) = verdicts({name: result_of(name, by_window)})
     assert actual.startswith(verdict)
-
-
-def test_results_survive_json():
-    result = result_of("xl-larger", {16: [2.2, 2.3], 64: [2.1, 2.2]})
-    assert system_results({"systems": {"xl-larger": result.as_dict()}, "metric": "bits_per_byte"}) == {
-        "xl-larger": result
-    }
 
 
 def test_tables_and_chart_have_every_system():

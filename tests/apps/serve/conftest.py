@@ -1,8 +1,8 @@
-"""Lets the tests of serving import the helpers of this folder and of tests/integrations."""
+"""Lets the tests of serving import the helpers of this folder."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "integrations")]
+sys.path.insert(0, str(Path(__file__).parent))

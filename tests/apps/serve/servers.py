@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import uvicorn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
-
-from runs import make_run
+from small_runs import make_run
 
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.connections import BoundedProtocol

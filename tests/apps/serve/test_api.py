@@ -13,7 +13,7 @@ from servers import make_run, running
 
 from transformer_xl.apps.serve import guard
 from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.apps.serve.requests import RequestRunner, rest_of_end
+from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.server import guard_settings
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -70,17 +70,6 @@ def test_completion_equals_generate(run: Run, gpt: openai.OpenAI) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
     assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in expected)
-
-
-def test_a_long_prompt_is_read_as_by_generate(run: Run, gpt: openai.OpenAI) -> None:
-    for memory_length in (None, 0, 40):
-        body = {} if memory_length is None else {"memory_length": memory_length}
-        answer = gpt.completions.create(
-            model="tiny", prompt=PROMPT * 2, max_tokens=5, temperature=0, logprobs=1, extra_body=body
-        )
-        expected = generate(run, PROMPT * 2, max_new_tokens=5, greedy=True, logprobs=True, **body)
-        assert answer.choices[0].text == expected.text
-        assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_stream_gives_the_same_text_and_tokens(gpt: openai.OpenAI) -> None:
@@ -142,15 +131,6 @@ def test_best_of_counts_the_tokens_of_a_stop_string(client: httpx2.Client) -> No
     answer = completion_of(client, n=1, best_of=32, stop=stop, **body)["choices"][0]["logprobs"]
     assert answer["tokens"] == best["tokens"]
     assert answer["token_logprobs"] == pytest.approx(best["token_logprobs"], abs=1e-5)
-
-
-def test_sample_that_ends_at_its_first_token_leaves_the_others_as_they_are(client: httpx2.Client) -> None:
-    body = {"prompt": "a", "max_tokens": 6, "logprobs": 0, "seed": 3, "n": 32}
-    samples = [choice["logprobs"]["tokens"] for choice in completion_of(client, **body)["choices"]]
-    stop = next(tokens[0] for tokens in samples if len(tokens[0]) == 1 and tokens[0].isprintable())
-    cut = [choice["logprobs"]["tokens"] for choice in completion_of(client, stop=stop, **body)["choices"]]
-    assert cut == [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in samples]
-    assert [] in cut
 
 
 def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Client) -> None:
@@ -308,14 +288,6 @@ def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: h
             check(cut, "" if stop is None else "\n")
             return
     pytest.fail("no reply was stopped")
-
-
-@pytest.mark.parametrize(
-    ("text", "rest"),
-    [("ab", "<end>\n"), ("ab<", "end>\n"), ("a<end>", "\n"), ("a<end>\n", ""), ("<end>\nb", "<end>\n")],
-)
-def test_end_of_a_message_is_added_once(text: str, rest: str) -> None:
-    assert rest_of_end(text, "<end>\n") == rest
 
 
 def test_chat_needs_a_template(run: Run) -> None:

@@ -19,12 +19,8 @@ from servers import make_run, running
 from transformer_xl.apps.serve import app, connections
 from transformer_xl.apps.serve.answers import text_offsets
 from transformer_xl.apps.serve.guard import owner_of
-from transformer_xl.apps.serve.jobs import TextJob
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
 from transformer_xl.apps.serve.requests import RequestRunner
-from transformer_xl.apps.serve.served_model import ServedModel
-from transformer_xl.generation.completion import CompletionBuilder
-from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.run import Run
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
@@ -135,29 +131,6 @@ def test_wrong_values_of_a_body_are_not_all_collected(model: type[Body], values:
     with pytest.raises(ValidationError) as error:
         model.model_validate({"model": "tiny", **values})
     assert error.value.error_count() < 10
-
-
-def test_prompt_is_decoded_once_and_not_in_the_thread_of_the_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    init = CompletionBuilder.__init__
-
-    def noted(*arguments: Any) -> None:
-        threads.append(threading.current_thread().name)
-        init(*arguments)
-
-    monkeypatch.setattr(CompletionBuilder, "__init__", noted)
-    with running({"tiny": run}) as (client, _):
-        answer = client.post("/v1/completions", json={**BODY, "n": 8}).json()
-    assert len(answer["choices"]) == 8
-    assert len(threads) == 1
-    assert "txl-model" not in threads
-
-
-def test_tokens_to_read_are_one_list(run: Run) -> None:
-    """Which is not built again for each slice of a long prompt."""
-    served = ServedModel("tiny", run)
-    job = TextJob(served, [1, 2], GenerationConfig(), 1, lambda _: None)
-    assert job.input_ids is job.input_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import MEMORY, MODELS
 from servers import make_run
+from small_runs import MEMORY, MODELS
 
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
-from transformer_xl.apps.serve.engine import Engine, QueueFullError
+from transformer_xl.apps.serve.engine import Engine
 from transformer_xl.apps.serve.jobs import Delta, Failed, Finished, ScoredToken, TextJob
 from transformer_xl.apps.serve.served_model import ServedModel
-from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.generation.generation_config import GenerationConfig
@@ -278,31 +277,6 @@ def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     assert many[-1][1].lists.empty()
 
 
-def test_queue_is_bounded(engines) -> None:
-    _, served, engine = engines(max_rows=1, max_waiting=2)
-    running, _ = make_job(served, "a", 5000)
-    engine.submit(running)
-    engine.submit(make_job(served, "a", 1)[0])
-    while engine.num_waiting > 1:
-        pass
-    with pytest.raises(QueueFullError):
-        engine.submit(*(make_job(served, "a", 1)[0] for _ in range(4)))
-    engine.cancel(running)
-
-
-def test_cancelled_job_leaves_and_others_go_on(engines) -> None:
-    run, served, engine = engines()
-    endless, _ = make_job(served, "a", 10**6, streams=True)
-    job, listener = make_job(served, "b", 200, seed=3)
-    engine.submit(endless, job)
-    engine.cancel(endless)
-    text, _, _ = listener.wait()
-    assert text == generate(run, "b", max_new_tokens=200, seed=3, top_k=None).text
-    while not engine.is_idle:
-        pass
-    assert engine.counters.cancelled == 1
-
-
 def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The listener gets a plain message, the log the traceback; later jobs run."""
     _, served, engine = engines()
@@ -317,20 +291,6 @@ def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.Monke
     job, listener = make_job(served, "a", 50)
     engine.submit(job)
     assert isinstance(listener.wait()[2], Finished)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_death_of_the_thread_fails_all_jobs(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    _, served, engine = engines(max_rows=1)
-    monkeypatch.setattr(engine, "_round", lambda: 1 / 0)
-    deaths: list[bool] = []
-    engine.on_death = lambda: deaths.append(True)
-    made = [make_job(served, "a", 50) for _ in range(3)]
-    engine.submit(*(job for job, _ in made))
-    assert [type(listener.wait()[2]) for _, listener in made] == [Failed] * 3
-    assert deaths
-    with pytest.raises(UserError, match="stopping"):
-        engine.submit(made[0][0])
 
 
 def test_damaged_memory_of_one_does_not_reach_others(engines) -> None:

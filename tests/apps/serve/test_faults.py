@@ -60,27 +60,12 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = [
-    *(
-        "model",
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "n",
-        "best_of",
-        "stop",
-        "seed",
-        "echo",
-    ),
-    *("logprobs", "stream", "stream_options", "session", "memory_length", "messages", "tokens", "user", "suffix"),
-]
+FIELDS = """model prompt max_tokens temperature top_p top_k min_p n best_of stop seed echo logprobs stream
+stream_options session memory_length messages tokens user suffix""".split()  # noqa: SIM905
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/sessions"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
 def test_any_body_has_a_clear_answer(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     small = {name: value for name, value in body.items() if name not in ("max_tokens", "n", "best_of")}
@@ -92,18 +77,11 @@ def test_any_body_has_a_clear_answer(client: httpx2.Client, path: str, body: dic
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"model": "tiny", "prompt": "\\ud800"}',
-        b"1" * 5000,
+        b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"model": "tiny", "prompt": "\\ud800"}',
+        b"1" * 5000, b'{"prompt": NaN}',
     ],
-    ids=["empty", "cut", "list", "null", "string", "no UTF-8", "deep", "surrogate", "long number"],
-)
+    ids=["empty", "cut", "list", "null", "string", "no UTF-8", "deep", "surrogate", "long number", "NaN"],
+)  # fmt: skip
 def test_malformed_bodies(client: httpx2.Client, content: bytes) -> None:
     answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
@@ -173,30 +151,6 @@ def make_session(client: httpx2.Client, **body: Any) -> str:
     answer = client.post("/v1/completions", json={**BODY, "session": "new", **body})
     assert answer.status_code == 200, answer.text
     return answer.json()["session"]
-
-
-def exported(client: httpx2.Client) -> bytes:
-    return client.get(f"/v1/sessions/{make_session(client)}/export").content
-
-
-def test_forged_sessions_are_refused(client: httpx2.Client) -> None:
-    good = exported(client)
-    size = int.from_bytes(good[:8], "little")
-    forged = {
-        "empty": b"",
-        "cut": good[: len(good) // 2],
-        "a pickle": b"\x80\x04cos\nsystem\n.",
-        "huge header": (2**62).to_bytes(8, "little") + good[8:],
-        "one bit": good[:-1] + bytes([good[-1] ^ 1]),
-        "other weights": re.sub(rb"(weights_sha256\W+)", rb"\g<1>0", good, count=1),
-        "no header": (size).to_bytes(8, "little") + b"x" * size + good[8 + size :],
-    }
-    for name, content in forged.items():
-        assert content != good, name
-        answer = client.post("/v1/sessions/import", content=content, headers=OCTETS)
-        assert answer.status_code == 400, name
-        assert_clear(answer)
-    assert client.post("/v1/sessions/import", content=good, headers=OCTETS).status_code == 200
 
 
 def test_session_with_other_values_and_a_right_checksum_is_refused(run: Run, tmp_path: Path) -> None:

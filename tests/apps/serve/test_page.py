@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import own_logits
 from servers import make_run, running
+from small_runs import own_logits
 
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -385,59 +385,6 @@ def test_work_is_kept_and_a_link_has_the_text(tab, open_page, served, browser) -
     other.close()
 
 
-def test_kept_text_that_no_model_reads_is_disabled(tab) -> None:
-    """A vocabulary that has become smaller, or a model that is gone, leaves the rest of the work as it was."""
-    write(tab, "abc", max_tokens=3)
-    ids = ids_of(tab)
-    for change in ("node.model = 'gone'", "node.tokens[0][0] = 99999"):
-        tab.click("#fresh")
-        write(tab, "other", max_tokens=0)
-        tab.evaluate(f"""() => {{
-          const kept = JSON.parse(localStorage.getItem("transformer-xl work")), node = kept.nodes.at(-1);
-          {change};
-          localStorage.setItem("transformer-xl work", JSON.stringify(kept));
-        }}""")
-        tab.reload()
-        tab.locator("#sessions tbody tr").first.wait_for()
-        assert tab.locator("#error").is_hidden()
-        assert tab.locator("#text span").count() == 0
-        stale = tab.locator("#tree button.node", has_text="no model here can read")
-        assert stale.is_disabled()
-        tab.locator("#tree button.node").nth(1).click()
-        tab.locator(f"#text span:nth-child({len(ids)})").wait_for()
-        assert ids_of(tab) == ids
-        tab.locator("#tree button[data-drop]").nth(2).click()
-        stale.wait_for(state="detached")
-
-
-def test_settings_of_a_link_are_what_the_inputs_take(tab, open_page, served) -> None:
-    """Whatever is in a link, the text can be continued, and no text is said to be sampled or written here."""
-    fragment = tab.evaluate("""async () => (await import("/page/work.js")).linkFragment({
-      model: "tiny", text: "abcd", parts: [["model", [97, 98], 42], ["you", [99, 100], null]],
-      settings: { max_tokens: 12.4, temperature: 1e9, top_p: 50, top_k: 1e300, min_p: 7, memory: 3 } })""")
-    linked = open_page(str(served[0].base_url).rstrip("/"), fragment)
-    linked.locator("#text span:not(.unknown)").nth(3).wait_for()
-    finished(linked)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    assert [linked.input_value(f"#{name}") for name in names] == ["12", "100", "1", "2147483647", "1"]
-    for index in (1, 3):
-        linked.locator("#text span").nth(index).hover()
-        selected(linked, f"{index}:")
-        assert linked.locator("#token-values").inner_text().endswith("; from a link")
-    linked.fill("#prompt", "ef")
-    linked.click("#go")
-    linked.locator("#text span").nth(17).wait_for()
-    finished(linked)
-    # what the user puts in is not changed, but the input with the wrong value is shown
-    linked.click("summary")
-    linked.fill("#top_p", "50")
-    linked.click("summary")
-    linked.locator("#top_p").wait_for(state="hidden")
-    linked.click("#go")
-    linked.locator("#top_p:invalid").wait_for()
-    linked.close()
-
-
 def test_tabs_share_their_parts(tab, open_page, served) -> None:
     """What one tab writes or deletes, the others have too, and keep; their own text stays."""
     write(tab, "first", max_tokens=3)
@@ -456,35 +403,6 @@ def test_tabs_share_their_parts(tab, open_page, served) -> None:
         one.locator("#tree button.node").nth(1).wait_for()
         assert len(nodes(one)) == 2
     second.close()
-
-
-def test_tabs_that_did_not_hear_of_each_other(tab) -> None:
-    """A browser may suspend a tab: what it writes later is merged then."""
-    sizes = tab.evaluate("""async () => {
-      const { Work } = await import("/page/work.js");
-      const [one, other] = [new Work(), new Work()];
-      const part = one.add(null, 0, "you", "tiny", [1, 2]);
-      one.keep({});
-      other.load();
-      part.tokens[0].bits = 3;
-      one.remove(one.add(null, 0, "you", "tiny", [5]).id);
-      one.add(part, 2, "model", "tiny", [3]);
-      one.keep({});
-      other.keep({});
-      const sizes = [other.nodes.size, other.nodes.get(part.id).tokens[0].bits];
-      // a part that one tab deletes stays where another one has added to it, until that is deleted too
-      one.remove(part.id);
-      one.keep({});
-      const added = other.add(other.nodes.get(part.id), 1, "you", "tiny", [4]);
-      other.keep({});
-      one.merge();
-      sizes.push(one.nodes.size, other.nodes.size);
-      one.remove(added.id);
-      one.keep({});
-      other.merge();
-      return [...sizes, one.nodes.size, other.nodes.size];
-    }""")
-    assert sizes == [2, 3, 2, 2, 0, 0]
 
 
 def test_phone_width_and_dark(tab) -> None:

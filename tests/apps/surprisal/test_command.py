@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 from refusals import FULL, assert_refused, full_after, txl
+from small_runs import make_run
 
-from transformer_xl import ItemColumns, RunConfig, TrainConfig, load, save, surprisal
+from transformer_xl import ItemColumns, load, surprisal
 from transformer_xl.cli.main import run as run_command
-from transformer_xl.config import TransformerXLConfig
-from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.run import Run
-from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 SENTENCES = ['He said "no, $5".', "Caf\u00e9 \u2603 NA null", "The dog\tran."]
@@ -55,13 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two runs of random weights, one with words as tokens, and texts."""
     folder = tmp_path_factory.mktemp("surprisal") / "folder"
     folder.mkdir(parents=True)
-    config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
+    make_run(folder / "run", dropout=0.0)
     words = WordTokenizer(("<eos>", "<unk>", "The", "dog"), eos_token="<eos>", unk_token="<unk>")
-    for name, tokenizer in {"run": ByteTokenizer(), "words": words}.items():
-        settings = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
-        model = TransformerXLConfig(vocab_size=tokenizer.vocab_size, **settings)
-        with_model = config.model_copy(update={"model": model})
-        save(Run(TransformerXL(model, memory_length=11), tokenizer, with_model), folder / name)
+    make_run(folder / "words", tokenizer=words, dropout=0.0)
     for name, content in FILES.items():
         (folder / name).write_bytes(content.encode())
     (folder / "latin.csv").write_bytes(b"item,text\n1,caf\xe9\n")

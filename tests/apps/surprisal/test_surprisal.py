@@ -20,7 +20,7 @@ from bpe_tokenizers import bpe_across_spaces
 
 from transformer_xl import ItemColumns, surprisal
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable
-from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
@@ -45,17 +45,6 @@ TOKENIZERS = {
 LOSSLESS = [TOKENIZERS[name] for name in ("byte", "char", "bpe")]
 for_each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 for_each_whitespace = pytest.mark.parametrize("whitespace", ["leading", "trailing"])
-
-
-@pytest.fixture
-def run_of(make_model):
-    """A function that returns a run with a tokenizer, with segments of 7 and a memory of 11 tokens by default."""
-
-    def make(tokenizer: Tokenizer, **settings: Any) -> Run:
-        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
-        return Run(make_model(vocab_size=tokenizer.vocab_size, **settings), tokenizer, config)
-
-    return make
 
 
 def sums(table: SurprisalTable, column: str) -> list[float]:
@@ -205,18 +194,14 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
     [
         ([], {}, "there is nothing to score; give at least one text"),
         (["a", " "], {}, r"item 2: the text \(column 'text'\) is empty or no text; give it, or leave"),
-        ([{"item": 1}], {}, "item 1: no column 'text'; the columns are item; name yours with --text-column"),
         ([{"text": "a"}], {}, "item 1: no column 'item'; the columns are text; name yours with --item-columns"),
         ([{"item": 1.5, "text": "a"}], {}, "item 1: column 'item' holds 1.5; expected text or an integer"),
-        ([{"item": 1, "text": "a"}] * 2, {}, r"two items have the same labels \(item 1\)"),
         ([{"word": 1, "text": "a"}], {"columns": ItemColumns(labels=("word",))}, "a column 'word' of its own"),
         (3, {}, "items is of type int"),
         # a table of pandas, as far as the check looks
         (SimpleNamespace(columns=["item"], to_dict=dict), {}, r"give its rows: items.to_dict\('records'\)"),
         (["a", 3], {}, "item 2 is of type int"),
         (["ab", "a\u2603"], {}, "item 2: byte 1: the character"),
-        (["a"], {"whitespace": "none"}, "no whitespace 'none'; give one of leading, trailing"),
-        (["a"], {"memory_lengths": [1], "memory_length": 2}, "memory_length and memory_lengths were both given"),
         (["a"], {"memory_lengths": []}, "memory_lengths is empty"),
         (["a"], {"memory_lengths": [-1]}, "memory_length"),
         (["a"], {"method": "dynamic"}, "method dynamic learns from the text"),
@@ -226,9 +211,3 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
 def test_wrong_items_and_settings_are_refused(run_of, items, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         surprisal(run_of(CharTokenizer("ab\n", byte_fallback=False)), items, **settings)
-
-
-def test_items_of_a_document_must_follow_each_other(run_of) -> None:
-    rows = [{"item": number, "text": "a", "doc": doc} for number, doc in enumerate("aba")]
-    with pytest.raises(UserError, match="the items of document a do not follow each other; sort them"):
-        surprisal(run_of(ByteTokenizer()), rows, columns=ItemColumns(document="doc"))

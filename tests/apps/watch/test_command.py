@@ -19,15 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from refusals import assert_refused, txl
+from small_runs import make_run
 
-from transformer_xl import RunConfig, TrainConfig, load, save
-from transformer_xl.config import TransformerXLConfig
+from transformer_xl import load
 from transformer_xl.evaluation.score import score
-from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.run import Run
-from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -42,14 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with runs of random weights and texts."""
     folder = tmp_path_factory.mktemp("watch") / "folder"
     folder.mkdir(parents=True)
-    torch.manual_seed(5)
-    config = RunConfig(train=TrainConfig(segment_length=17, memory_length=29))
-    for name, tokenizer in {"run": ByteTokenizer(), "integers": IntegerTokenizer(255, add_eos=False)}.items():
-        model = TransformerXLConfig(
-            vocab_size=tokenizer.vocab_size, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19, dropout=0.0
-        )
-        with_model = config.model_copy(update={"model": model})
-        save(Run(TransformerXL(model, memory_length=29), tokenizer, with_model), folder / name)
+    make_run(folder / "run")
+    make_run(folder / "integers", tokenizer=IntegerTokenizer(255, add_eos=False))
     (folder / "log").write_text(LOG)
     (folder / "empty").touch()
     (folder / "taken").mkdir()

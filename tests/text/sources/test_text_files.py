@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -256,36 +255,6 @@ def test_arrays_need_the_integer_tokenizer(tmp_path: Path) -> None:
     assert find(splits=splits, kind="integer").tokenizer.kind == "integer"
 
 
-@pytest.mark.parametrize(
-    ("sources", "message"),
-    [
-        (["nothing"], r"the folder nothing contains no text \(hidden and empty files are ignored\); name another"),
-        (["d/*.txt"], r"^no file with text matches the pattern 'd/\*.txt'; check"),
-        (["pipe"], r"pipe is not a regular file; write its text to a file and name that"),
-        (["packed/b/c.zip"], r"^packed/b/c.zip is an archive; extract it first, or leave it out"),
-        (["packed/b"], r"^no file of packed/b is text: packed/b/c.zip \(an archive\); name another"),
-        (["empty.gz"], r"too short to split: 0 bytes leave train empty"),
-        (["python-stdlib", "short"], r"cannot be combined .* 2 sources were given; omit .* ./python-stdlib"),
-        (["x" * 300], "File name too long"),  # file systems allow 255 bytes
-        (["short/x"], "'short/x' is neither"),
-        ([""], r"the path is empty; name a file or folder"),
-    ],
-)
-def test_invalid_sources_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], message: str
-) -> None:
-    make_files(tmp_path, {"short": b"abc", "nothing/empty": b"", "nothing/.hidden": b"x",
-                          "packed/a.txt": b"x" * 97, "packed/b/c.zip": b"PK",
-                          "empty.gz": gzip.compress(b"")})  # fmt: skip
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        find(*sources)
-    if sources == ["d/*.txt"]:
-        with pytest.raises(UserError, match=r"^--train: no file with text"):
-            find(splits={"train": sources})
-
-
 def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tmp_path: Path) -> None:
     odd = {
         "a.png": b"\x89PNG\r\n", "b.pyc": b"a\0b", "c.txt": "caf\u00e9\n".encode("latin-1"), "d.zip": b"PK",
@@ -410,17 +379,6 @@ def test_random_split_draws_whole_files_from_all_sources(tmp_path: Path) -> None
     assert texts_of(find(folder, seed=2))[1:] != texts_of(source)[1:]
 
 
-def test_large_files_stay_in_train_of_a_random_split(tmp_path: Path) -> None:
-    """A fifth of the text is in files each of which is larger than valid and test together."""
-    files = {f"{index}.txt": b"text\n" * (1 if index % 80 else 20) for index in range(400)}
-    folder = make_files(tmp_path, files)
-    for seed in range(5):
-        source = find(folder, fractions={"valid": 0.0125, "test": 0.025}, seed=seed)
-        assert "; files drawn" in source.description
-        for split, lines in (("valid", 6), ("test", 12)):
-            assert text_of(source.splits[split]) == b"text\n" * lines
-
-
 def test_random_split_draws_blocks_of_a_file_that_holds_much_of_the_text(tmp_path: Path) -> None:
     """Without them, valid and test would have none of the text that the model is mostly trained on."""
     files = {f"{index}.txt": b"small\n" * 500 for index in range(300)}
@@ -437,12 +395,6 @@ def test_random_split_has_its_fraction_where_little_is_left_to_train() -> None:
     source = find_text(documents=[b"text\n" * 400], fractions={"valid": 0.9, "test": 0.0})
     assert "; blocks of" in source.description
     assert [len(text) for text in texts_of(source)] == pytest.approx([200, 1800], abs=10)
-
-
-def test_spelling_of_the_encoding_does_not_change_the_split(tmp_path: Path) -> None:
-    make_files(tmp_path, {"a.txt": b"".join(b"%d\n" % index for index in range(300_000))})
-    splits = [texts_of(find(tmp_path, encoding=encoding)) for encoding in ("utf-8", "UTF8", "utf-8-sig")]
-    assert splits[0] == splits[1] == splits[2]
 
 
 @pytest.mark.parametrize("form", ["one file", "gz", "three files", "in memory", "npy"])

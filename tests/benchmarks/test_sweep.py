@@ -1,4 +1,4 @@
-"""parts.py trains each change for the time of the recipe, goes on after an interruption, and compares equal seeds."""
+"""sweep.py trains each change for the same time, goes on where it stopped, and compares equal seeds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import parts
 import pytest
+import sweep
 
 from transformer_xl import prepare
 
@@ -17,9 +17,9 @@ from transformer_xl import prepare
 def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> dict[str, Any]:
     """Run the script's main function with a small recipe, and return the contents of its file."""
     options = f"--corpus {folder / 'corpus'} --out {folder / 'out.json'} --recipe {folder / 'recipe.yaml'} --rounds 2"
-    options += " --eval-tokens 50 --threads 1 --seconds 0.01"
-    monkeypatch.setattr(sys, "argv", ["parts.py", *options.split(), *words])
-    parts.main()
+    options += " --eval-tokens 50 --threads 1"
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *options.split(), *words])
+    sweep.main()
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))
 
 
@@ -30,29 +30,27 @@ def test_missing_trainings_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "model: {vocab_size: 256, n_layers: 1, d_model: 8, n_heads: 2, d_ff: 8}\n"
         "train: {segment_length: 8, memory_length: 8, batch_size: 2, learning_rate: 0.01}\n"
     )
-    changes = ["--changes", "model.norm_first=true train.batch_size=4:train.learning_rate=0.02"]
-    first = call(monkeypatch, tmp_path, *changes, "--seeds", "1")
-    assert [entry["change"] for entry in first["trainings"]] == ["", *changes[1].split()]
-    assert len({entry["nats_per_token"]["valid"] for entry in first["trainings"]}) == 3
-    second = call(monkeypatch, tmp_path, *changes, "--seeds", "1,2")
+    changes = ["--changes", "model.norm_first=true:train.batch_size=4:evaluation.memory_length=20"]
+    first = call(monkeypatch, tmp_path, *changes, "--seconds", "0.01", "--seeds", "1")
+    assert [entry["change"] for entry in first["trainings"]] == ["", *changes[1:]]
+    assert len({entry["nats_per_token"]["valid"] for entry in first["trainings"]}) == 2
+    second = call(monkeypatch, tmp_path, *changes, "--seconds", "0.01", "--seeds", "1,2")
     assert second["step_seconds"] == first["step_seconds"]
-    assert second["trainings"][:3] == first["trainings"]
-    assert [entry["seed"] for entry in second["trainings"][3:]] == [2, 2, 2]
+    assert second["trainings"][:2] == first["trainings"]
+    assert [entry["seed"] for entry in second["trainings"][2:]] == [2, 2]
     with pytest.raises(SystemExit, match=r"lacks model.qk_norm=true, but steps are measured together"):
-        call(monkeypatch, tmp_path, "--changes", "model.qk_norm=true")
+        call(monkeypatch, tmp_path, "--changes", "model.qk_norm=true", "--seconds", "0.01")
     with pytest.raises(SystemExit, match="has results with another seconds; choose another --out"):
-        call(monkeypatch, tmp_path, *changes, "--seconds", "1")
+        call(monkeypatch, tmp_path, *changes, "--steps", "2")
 
 
 def test_table_compares_equal_seeds_in_bits() -> None:
-    """The change takes twice the time in every round, although all steps of the second round took three times."""
     losses = {("", 1): 2.0, ("", 2): 3.0, ("a", 1): 2.5, ("a", 2): 3.1, ("a", 3): 9.0}
     trainings = [
         {"change": change, "seed": seed, "steps": 7, "nats_per_token": {"valid": 1.0, "test": nats * math.log(2)}}
         for (change, seed), nats in losses.items()
     ]
-    results = {"recipe": "tiny", "step_seconds": {"": [1.0, 3.0], "a": [2.0, 6.0]}, "trainings": trainings}
-    assert parts.table(results)[2:] == [
-        "| `tiny` | 1.00 | 7 | 2 | 1.443 | 2.500 |  |",
-        "| `a` | 2.00 | 7 | 3 | 1.443 | 4.867 | +0.300 (+0.100 to +0.500) |",
+    assert sweep.table({"recipe": "tiny", "trainings": trainings})[2:] == [
+        "| `tiny` | 7 | 2 | 2.500 |  |",
+        "| `a` | 7 | 3 | 4.867 | +0.300 (+0.100 to +0.500) |",
     ]
