@@ -28,10 +28,9 @@ from transformer_xl.config import (
     check_settings,
     merge,
 )
-from transformer_xl.device import MemoryUse, Precision, has_bfloat16, require_memory, resolve_dtype
+from transformer_xl.device import Precision, has_bfloat16, resolve_dtype
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.sizes import min_cache
 from transformer_xl.run import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
@@ -158,36 +157,6 @@ class EvaluationPlan:
     def model_of(self, run: Run) -> TokenModel:
         """Return the model of a run that reads: prepared for inference, unless method dynamic changes its weights."""
         return run.model if self.method == "dynamic" else run.inference(self.dtype)
-
-    def require_memory(
-        self, task: str, model: TokenModel, *, num_rows: int, num_new: int, num_slots: int, advice: str
-    ) -> None:
-        """Check, before a memory is allocated, that reading with it can fit on the model's device.
-
-        Args:
-            task: what is computed; the message begins with it.
-            model: the model.
-            num_rows: batch rows.
-            num_new: tokens of a segment.
-            num_slots: memory slots of each batch row.
-            advice: what to lower if the memory does not fit.
-
-        Raises:
-            UserError: memory and activations certainly need more than there is.
-        """
-        config = model.config
-        size = num_rows * (2 if resolve_dtype(model.device, self.dtype) == "bfloat16" else 4)
-        cache, activations = (
-            f"a memory of {num_rows:,} x {num_slots:,}",
-            f"the activations of {num_rows:,} x {num_new:,}",
-        )
-        # the residual and the inner activations of one layer
-        per_token = config.d_model + config.inner_width
-        uses = [
-            MemoryUse(f"{cache} tokens", size * min_cache(config, num_slots), advice),
-            MemoryUse(f"{activations} tokens", size * num_new * per_token, "lower segment_length or batch_size"),
-        ]
-        require_memory(task, uses, model.device)
 
     @property
     def num_inputs(self) -> int:

@@ -35,6 +35,7 @@ from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path
+from transformer_xl.inference import require_reading_memory
 from transformer_xl.reader import Reader
 from transformer_xl.run import Run, check_run, weights_digest
 from transformer_xl.run_folder import first_difference
@@ -102,8 +103,13 @@ class SurprisalStream:
         check_weights(run.model)
         self.run, self.plan = run, plan
         self._model = run.inference(plan.dtype)
-        num_new, num_slots, advice = plan.num_inputs, plan.context_limits.memory_length, "lower memory_length"
-        plan.require_memory("a stream", self._model, num_rows=1, num_new=num_new, num_slots=num_slots, advice=advice)
+        require_reading_memory(
+            self._model,
+            "a stream",
+            num_rows=1,
+            num_slots=plan.context_limits.memory_length,
+            advice="lower memory_length",
+        )
         self._memory = self._model.initial_memory(1, plan.context_limits)  # before the current segment
         self._before_X = np.array([run.tokenizer.bos_token_id], dtype=np.int64)  # tokens before it that are read again
         self._segment_T = np.zeros(0, dtype=np.int64)

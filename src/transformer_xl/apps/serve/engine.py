@@ -33,7 +33,7 @@ from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sampl
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.device import MemoryUse, require_memory
+from transformer_xl.device import require_memory
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
@@ -95,9 +95,8 @@ class Engine:
         """Called in the thread when it dies."""
         for served in self.models.values():
             size = max_rows * served.row_bytes(served.max_memory_length)
-            name = f"a memory of {max_rows:,} x {served.generation_slots(served.max_memory_length):,} tokens"
-            use = MemoryUse(name, size, "lower --max-batch or --memory-length")
-            require_memory("serving", [use], served.inference.device)
+            task = f"serving a memory of {max_rows:,} x {served.generation_slots(served.max_memory_length):,} tokens"
+            require_memory(task, size, served.inference.device, "lower --max-batch or --memory-length")
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False

@@ -15,11 +15,12 @@ from itertools import chain
 import torch
 
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.inference import InferenceModel
+from transformer_xl.inference import InferenceModel, require_reading_memory
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader
 
 _KEYS_PER_STEP = 4096  # keys of all batch rows: enough to keep the device busy
+_ADVICE = "lower memory_length or batch_size"  # where the memory does not fit
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def score_continuations(
         batch = contexts[begin : begin + batch_size]
         begin += len(batch)
         if limits.memory_length:
-            _require_memory(model, plan, len(batch), num_slots)
+            require_reading_memory(model, "evaluation", num_rows=len(batch), num_slots=num_slots, advice=_ADVICE)
             reader = Reader.begin(
                 model, len(batch), limits, segment_length=segment_length, partial=True, max_tokens=longest
             )
@@ -117,13 +118,9 @@ def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> 
     Raises:
         UserError: it certainly does not fit on the device.
     """
-    _require_memory(model, plan, num_rows, plan.context_limits.memory_length)
+    num_slots = plan.context_limits.memory_length
+    require_reading_memory(model, "evaluation", num_rows=num_rows, num_slots=num_slots, advice=_ADVICE)
     return model.generation_memory(num_rows, plan.context_limits, segment_length=plan.segment_length)
-
-
-def _require_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int, num_slots: int) -> None:
-    num_new, advice = plan.segment_length, "lower memory_length or batch_size"
-    plan.require_memory("the evaluation", model, num_rows=num_rows, num_new=num_new, num_slots=num_slots, advice=advice)
 
 
 def _score(
