@@ -1,13 +1,10 @@
-"""Learning rates and the halving of segment lengths, compared with values computed by hand.
+"""Learning rates and random segment lengths, compared with values computed by hand.
 
 The schedule `cosine` decays from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
-last `decay_steps` steps. The segment warm-up starts with segments halved several times, and doubles them in stages.
+last `decay_steps` steps.
 """
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ import torch
 from transformer_xl.config import TrainConfig
 from transformer_xl.training.schedules import (
     learning_rate,
-    num_halvings,
     random_length,
     set_step_rates,
 )
@@ -53,14 +49,6 @@ def test_learning_rate(config: TrainConfig, rates: dict[int, float]) -> None:
     assert {step: learning_rate(step, config) for step in rates} == pytest.approx(rates, abs=1e-12)
 
 
-def test_stages_of_the_segment_warmup_are_equally_long() -> None:
-    config = TrainConfig(segment_length=32, memory_length=64, initial_segment_length=4, segment_warmup_steps=30)
-    assert [num_halvings(step, config) for step in range(40)] == [3] * 10 + [2] * 10 + [1] * 10 + [0] * 10
-    uneven = config.model_copy(update={"segment_warmup_steps": 7})  # not divisible into 3 stages
-    assert Counter(num_halvings(step, uneven) for step in range(7)) == {3: 3, 2: 2, 1: 2}
-    assert [num_halvings(step, TrainConfig()) for step in range(3)] == [0, 0, 0]
-
-
 def test_random_lengths_have_the_distribution_of_awd_lstm() -> None:
     """Of 20,000 steps: 95% with mean 70, 5% with mean 35, standard deviation 5, rounded down."""
     config = TrainConfig(segment_length=70, memory_length=0, random_segment_lengths=True)
@@ -78,17 +66,10 @@ def test_random_lengths_have_the_distribution_of_awd_lstm() -> None:
     assert min(random_length(step, short) for step in range(100)) == 5
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),  # the step at which averaging, or training with full segments, starts; related settings
-    [
-        ("average_start_step", {"weight_average": "uniform"}),
-        ("segment_warmup_steps", {"segment_length": 8, "memory_length": 8, "initial_segment_length": 4}),
-    ],
-)
-def test_settings_that_start_after_the_last_step_are_refused(name: str, settings: dict[str, Any]) -> None:
-    assert getattr(TrainConfig(max_steps=1200, **{name: 1199}, **settings), name) == 1199
-    with pytest.raises(ValueError, match=rf"{name} 1,200 .*give 1,199 or less"):
-        TrainConfig(max_steps=1200, **{name: 1200}, **settings)
+def test_an_average_that_starts_after_the_last_step_is_refused() -> None:
+    assert TrainConfig(max_steps=1200, weight_average="uniform", average_start_step=1199).average_start_step == 1199
+    with pytest.raises(ValueError, match=r"average_start_step 1,200 .*give 1,199 or less"):
+        TrainConfig(max_steps=1200, weight_average="uniform", average_start_step=1200)
 
 
 def test_short_training_needs_no_other_settings() -> None:

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
-    "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0, "initial_segment_length": None,
-    "segment_warmup_steps": 0, "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
+    "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0,
+    "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
     "eval_interval": 250, "checkpoint_interval": 250,
 }  # fmt: skip
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
