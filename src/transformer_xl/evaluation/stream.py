@@ -31,7 +31,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
-from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path
@@ -95,9 +94,7 @@ class SurprisalStream:
                 there is, or weights are not finite.
         """
         check_run(run)
-        plan = EvaluationPlan.resolve(
-            run.config, override_config(config, overrides, "run"), memory_lengths=run.memory_lengths
-        )
+        plan = EvaluationPlan.of_run(run, override_config(config, overrides, "run"))
         if plan.method != "memory":
             raise UserError(f"method {plan.method} cannot read a stream; give method memory")
         check_weights(run.model)
@@ -266,11 +263,11 @@ class SurprisalStream:
 
     def _identity(self) -> dict[str, Any]:
         """Return what a saved stream must have in common with the one that continues it."""
-        settings = self.plan.as_dict(self._model.device)
+        settings = self.plan.as_dict()
         names = ("segment_length", "memory_length", "attention_window", "clamp_length")
         names += ("extended_context_length", "softmax_temperature", "dtype")
         return {
-            "weights_sha256": weights_digest(self.run, resolve_dtype(self._model.device, self.plan.dtype)),
+            "weights_sha256": weights_digest(self.run, self.plan.dtype),
             "tokenizer_sha256": fingerprint(self.run.tokenizer),
             "settings": {name: settings[name] for name in names},
         }

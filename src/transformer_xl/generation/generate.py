@@ -269,7 +269,7 @@ def memory_plan(run: Run, memory_length: int | None = None) -> EvaluationPlan:
     """
     length: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
     settings = EvaluationConfig(method="memory", **length)
-    return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
+    return EvaluationPlan.of_run(run, settings)
 
 
 def prompt_segment_length(model: TokenModel, segment_length: int, memory_length: int) -> int:
