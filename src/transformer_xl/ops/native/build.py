@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 from transformer_xl.config import UserError
 from transformer_xl.files import (
@@ -117,7 +116,7 @@ def build() -> str:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
     check_private(where)
     with lock_folder(where):
-        compiler = _run_all([[*command, "--version"]], time.monotonic() + 60)[0].partition("\n")[0]
+        compiler = _run([*command, "--version"], time.monotonic() + 60).partition("\n")[0]
         with suppress(UserError):  # built again if it is altered
             record = find_record()
             if record is not None and record.library and record.compiler == compiler:
@@ -172,58 +171,46 @@ def _compile(command: Sequence[str], where: Path, end: float) -> bytes:
     with tempfile.TemporaryDirectory(prefix=".build.partial-", dir=where) as name:
         temporary = Path(name)
         objects = [temporary / f"{unit}.o" for unit in _UNITS]
-        commands = [
-            [*command, *_COMMON, abi, *flags, "-isystem", str(torch_folder / "include"), "-c", str(_SOURCES / source)]
-            for source, flags in _UNITS.values()
-        ]
-        _run_all([[*words, "-o", str(path)] for words, path in zip(commands, objects, strict=True)], end)
+        for (source, flags), path in zip(_UNITS.values(), objects, strict=True):
+            words = ["-isystem", str(torch_folder / "include"), "-c", str(_SOURCES / source), "-o", str(path)]
+            _run([*command, *_COMMON, abi, *flags, *words], end)
         library = temporary / "library.so"
         # without -fopenmp: functions of OpenMP are those of torch's own library, which has the threads
         link = ["-shared", "-o", str(library), *map(str, objects), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _run_all([[*command, *link]], end)
+        _run([*command, *link], end)
         trial = f"import torch; torch.ops.load_library({str(library)!r}); torch.ops.transformer_xl_native.description()"
-        _run_all([[sys.executable, "-c", trial]], end)
+        _run([sys.executable, "-c", trial], end)
         return read_bytes(library)
 
 
-def _run_all(commands: Sequence[Sequence[str]], end: float) -> list[str]:
-    """Run commands at the same time, and return what they print; if one fails, the others are ended.
+def _run(command: Sequence[str], end: float) -> str:
+    """Run a command and return what it prints; it and what it has started are ended with it.
 
     Args:
-        commands: the commands with their arguments.
-        end: when all must have ended, in the time of time.monotonic.
+        command: the command with its arguments.
+        end: when it must have ended, in the time of time.monotonic.
 
     Raises:
-        UserError: one cannot be started, fails, or takes too long.
+        UserError: it cannot be started, fails, or takes too long.
     """
-    with ExitStack() as stack:
-        started: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
-        for command in commands:
-            # a file, because nobody reads a pipe while the others are waited for
-            output = stack.enter_context(tempfile.TemporaryFile())
-            with as_user_error(f"running {command[0]}"):
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-                )
-            stack.callback(_end, process)
-            started.append((command[0], process, output))
-        return [_output(*one, end - time.monotonic()) for one in started]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that may still run, and what it has started, which is in its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _output(name: str, process: subprocess.Popen[bytes], output: IO[bytes], seconds: float) -> str:
-    try:
-        status = process.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{name} took too long and was ended") from None
-    output.seek(0)
-    text = output.read().decode(errors="replace").strip()
+    name = command[0]
+    with as_user_error(f"running {name}"):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    with process:
+        try:
+            printed = process.communicate(timeout=max(0.0, end - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{name} took too long and was ended") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text, status = printed.decode(errors="replace").strip(), process.returncode
     if status:
         lines = [line for line in text.splitlines() if "error" in line.lower()] or text.splitlines() or ["no message"]
         ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
