@@ -105,15 +105,6 @@ def test_autocast_sets_the_dtype_of_matrix_products(monkeypatch, dtype, expected
 
 
 GROUPS = {  # limits and usage by file
-    "version 1": {
-        "proc/self/cgroup": "4:memory:/job/task\n3:cpu:/job\n",
-        "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-        "cgroup/memory/memory.usage_in_bytes": "5000",
-        "cgroup/memory/memory.stat": "total_inactive_file 0\n",
-        "cgroup/memory/job/task/memory.limit_in_bytes": "7000",
-        "cgroup/memory/job/task/memory.usage_in_bytes": "3000",
-        "cgroup/memory/job/task/memory.stat": "inactive_file 10\ntotal_inactive_file 200\ntotal_active_file 30\n",
-    },
     "version 2": {
         "proc/self/cgroup": "0::/job/task\n",
         "cgroup/job/memory.max": "7000",

@@ -174,7 +174,7 @@ def available_memory_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_bytes() -> Iterator[int]:
-    """Yield how many bytes each control group of this process leaves, of version 1 or 2; the file cache counts as free.
+    """Yield how many bytes each control group of this process leaves (version 2); the file cache counts as free.
 
     In a container, the path of the group may be that outside of it; then the root that it sees is its own group.
     """
@@ -182,22 +182,14 @@ def _cgroup_bytes() -> Iterator[int]:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in ("", "memory"):
-            continue
-        root = _CGROUPS / controllers
-        names = (
-            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        group = root / path.lstrip("/")
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        group = _CGROUPS / path
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # no such file, or the limit is the word max
-                limit, usage = (int((folder / name).read_text()) for name in names)
+                limit, usage = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
                 statistics = _numbers(folder / "memory.stat")
-                prefix = "total_" if controllers else ""  # version 1 has others without the groups inside
-                cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-                yield limit - usage + cache
-            if folder == root:
+                yield limit - usage + statistics.get("active_file", 0) + statistics.get("inactive_file", 0)
+            if folder == _CGROUPS:
                 break
 
 

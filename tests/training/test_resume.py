@@ -151,7 +151,7 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
         monkeypatch.setattr("transformer_xl.training.numerics.packs", lambda _: False)
         resumed = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         (warning,) = resumed.resume()
-        assert "trained with oneDNN's products, which are not available here" in warning
+        assert "trained with matmul library onednn, which is not available here" in warning
         assert resumed.stepper.numerics.matmul_library == "blas"
 
 
@@ -180,7 +180,7 @@ def test_run_is_resumed_with_the_dropout_it_began_with(
         monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
         trainer = Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU)
         (warning,) = trainer.resume()
-        assert "trained with native dropout, which is not available here" in warning
+        assert "trained with dropout kernel native, which is not available here" in warning
         train_until(trainer, 12)  # the next checkpoint records what was used
         assert trainer.stepper.numerics.dropout_kernel == "torch"
         assert Trainer(RunFolder.open(tmp_path / "other"), corpus, CPU).resume() == []
@@ -193,6 +193,6 @@ def test_resume_without_the_kernel_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("transformer_xl.ops.native.operators", lambda: None)
     trainer = Trainer(RunFolder.open(tmp_path / "run"), trainer.corpus, CPU)
     (warning,) = trainer.resume()
-    assert "trained with the attention kernel native, which is not available here" in warning
+    assert "trained with attn implementation native, which is not available here" in warning
     assert trainer.stepper.numerics.attn_implementation == "cpu"
     assert trainer.run()

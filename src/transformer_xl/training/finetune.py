@@ -156,8 +156,7 @@ def finetune(
     old_of_V = old_ids(base_run, opened)
     if old_of_V is not None:
         _check_tokens(base_run, opened, old_of_V, replace_tokenizer=replace_tokenizer)
-    base_run.model.check_not_quantized("fine-tuned")
-    base_run.model.check_no_adapter("fine-tuned")
+    base_run.model.check_plain("fine-tuned")
     if isinstance(base, Run):
         _check_stored(base_run)
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)

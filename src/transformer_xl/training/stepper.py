@@ -309,7 +309,7 @@ class Stepper:
         self.num_steps, self.position = state["step"], position
         recorded: Numerics = state["numerics"]
         self.use(choose_numerics(self._kernel_setting, self.device, self.config.dtype, self.world, recorded))
-        warnings += differences(recorded, self.numerics, self.model, self.device)
+        warnings += differences(recorded, self.numerics, self.model)
         if state["num_processes"] == self.world.size:
             set_random_state(_without_prefix(f"random/{self.world.rank}", state), self.device)
         else:

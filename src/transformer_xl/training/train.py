@@ -330,16 +330,6 @@ def start_run(
                 f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
                 "choose another --run"
             )
-        if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
-            note("train.parallelism fsdp has no effect with one process", log)
-        window = checked.evaluation.attention_window
-        if window is not None and window < checked.train.segment_length + checked.train.memory_length:
-            note(
-                f"evaluation attends to {window:,} tokens, fewer than training with segments of "
-                f"{checked.train.segment_length:,} and memory of {checked.train.memory_length:,}; "
-                "--evaluation.attention-window none removes that limit",
-                log,
-            )
     restarted = world.any(exists)
     weights = None if first_weights is None or restarted else first_weights(checked, corpus)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)
