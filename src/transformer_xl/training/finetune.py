@@ -23,6 +23,7 @@ from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import (
     FinetuneConfig,
     LoraConfig,
+    RegularizationConfig,
     RunConfig,
     UserError,
     check_settings,
@@ -263,14 +264,15 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
     """Return the settings that fine-tuning starts from; `record` is what they say about it.
 
     Raises:
-        UserError: `overrides` would change the weights or what they mean.
+        UserError: a setting in `overrides` could change the weights or what they mean.
     """
-    config, vocab_size = base.config, corpus.tokenizer.vocab_size
-    if "architecture" in overrides and overrides["architecture"] != config.model.architecture:
+    allowed = {*_CHANGEABLE, *RegularizationConfig.model_fields}
+    if fixed := [name for name in overrides if name not in allowed]:
         raise UserError(
-            f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
-            f"{overrides['architecture']}; leave model.architecture out, or train a new model"
+            f"model.{fixed[0]} cannot change in fine-tuning; leave it out. Only these settings of the model can: "
+            f"{', '.join(_CHANGEABLE)}"
         )
+    config, vocab_size = base.config, corpus.tokenizer.vocab_size
     is_of_adapter = config.finetune is not None and (config.finetune.lora is not None or config.finetune.merged)
     is_own_rate = config.corpus is not None and not is_of_adapter
     rate = config.train.learning_rate if is_own_rate else _CONVERTED_RATE
@@ -279,14 +281,4 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
     settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": record}
-    start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
-    changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
-    values = changed.model.model_dump()
-    for name, value in start.model.model_dump().items():
-        if values[name] != value and name not in _CHANGEABLE:
-            free = ", ".join(setting for setting in _CHANGEABLE if setting in values)
-            raise UserError(
-                f"model.{name} {values[name]} is not that of the weights that fine-tuning begins with ({value}); leave "
-                f"it out. Only these settings of the model may change: {free}"
-            )
-    return start
+    return check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
