@@ -149,10 +149,7 @@ class RunFolder:
         with as_user_error(f"reading {path}"):
             if not settings.is_file():
                 refuse_pickled_adapter(path)
-                problem = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
-                if (path / PEFT_CONFIG_FILE).exists():
-                    problem = "an adapter without the checksum of its base, which only transformers opens"
-                problem = problem if path.exists() else "no such folder"
+                problem = "not the folder of a run (no config.yaml)" if path.exists() else "no such folder"
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))

@@ -18,7 +18,7 @@ from transformer_xl.training.validation import Validator
 
 _ADVICE = (
     "lower train.micro_batch_size, train.segment_length, train.memory_length or train.batch_size, set "
-    "train.activation_checkpointing, or make the model smaller (model.n_layers, model.d_model and so on)"
+    "train.activation_checkpointing, or make the model smaller (model.n_layers, model.d_model, model.ngram_buckets)"
 )
 
 
