@@ -73,7 +73,6 @@ TRAINING: dict[str, tuple[str | None, str, dict[str, Any], dict[str, Any]]] = {
         None, "bytes", {}, {"optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 5},
     ),
     "micro-batches": (None, "bytes", {}, {"micro_batch_size": 2}),
-    "segment-warmup": (None, "bytes", {}, {"initial_segment_length": 12, "segment_warmup_steps": 10}),
     "random-lengths": (None, "bytes", {}, {"random_segment_lengths": True}),
     "shuffled": (None, "bytes", {}, {"shuffle_documents": True, "batch_size": 3}),
     "activation-checkpointing": (None, "bytes", {}, {"activation_checkpointing": True}),

@@ -46,8 +46,7 @@ STOP_STEP = 5  # where runs are stopped, to be resumed later
 # this run is resumed by three processes twice: after two processes have trained it, and after one alone has
 SHARDED_LSTM = {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}}
 # Name of a run, and the settings that differ from MODEL and TRAIN. Sharded: parameters are sharded over the processes
-# (fsdp; otherwise ddp). Average: the weights are averaged over steps (weight_average). Segment warm-up: segments grow
-# from initial_segment_length to segment_length in the first segment_warmup_steps steps.
+# (fsdp; otherwise ddp). Average: the weights are averaged over steps (weight_average).
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharded, micro-batches, muon, average": {
         "train": {
@@ -55,12 +54,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "weight_average": "ema", "ema_decay": 0.7,
         },
     },
-    "cutoffs, shuffled, segment warm-up": {
+    "cutoffs, shuffled": {
         "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
         "train": {
             "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12,
-            "initial_segment_length": 2, "segment_warmup_steps": 6, "activation_checkpointing": True,
-            "optimizer": "adamw", "weight_average": "uniform",
+            "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",
         },
     },
     "sharded LSTM": SHARDED_LSTM,

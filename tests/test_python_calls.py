@@ -60,7 +60,7 @@ def test_evaluate_takes_the_name_of_a_split_and_settings_by_name(run: Run, corpu
     by_name = evaluate(run, method="dynamic", dynamic={"gradient_stats_tokens": 100})
     with pytest.raises(UserError, match="training text"):  # which only a split's name can find
         evaluate(run, corpus.split("test"), dynamic)
-    assert by_name.method_settings["gradient_stats_tokens"] == 100
+    assert by_name.plan.dynamic.gradient_stats_tokens == 100
 
 
 def test_score_takes_settings_by_name(run: Run) -> None:

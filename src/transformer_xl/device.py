@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,39 +128,24 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """A part of the memory that a task needs, all parts at the same time."""
-
-    name: str
-    """What it holds, such as: the weights of 1,000 parameters."""
-    bytes: int
-    """A lower bound of its size."""
-    advice: str
-    """What to do if there is not enough."""
-
-
-def require_memory(task: str, uses: Sequence[MemoryUse], device: torch.device) -> None:
+def require_memory(task: str, num_bytes: int, device: torch.device, advice: str) -> None:
     """Check, before anything is allocated, that a task can fit into memory: otherwise the kernel may kill the process.
 
     Args:
-        task: what needs the memory; the message begins with it.
-        uses: lower bounds of its parts.
-        device: device that holds them.
+        task: what needs the memory, with the sizes that decide how much; the message begins with it.
+        num_bytes: a lower bound of what it needs at the same time (`model/sizes.py`).
+        device: device that holds it.
+        advice: what to do if there is not enough.
 
     Raises:
-        UserError: they need more than is available. The message has the advice of the first part that does not fit
-            by itself, or else of the largest.
+        UserError: it needs more than is available.
     """
-    needed = sum(use.bytes for use in uses)
-    available = available_memory_bytes(device) if needed > _SMALL_BYTES else None
-    if available is None or needed <= available:
-        return
-    chosen = next((use for use in uses if use.bytes > available), max(uses, key=lambda use: use.bytes))
-    raise UserError(
-        f"{task} needs at least {decimal(needed)} of memory ({decimal(chosen.bytes)} for {chosen.name}), and "
-        f"{decimal(max(0, available))} are available on {device}; {chosen.advice}"
-    )
+    available = available_memory_bytes(device) if num_bytes > _SMALL_BYTES else None
+    if available is not None and num_bytes > available:
+        raise UserError(
+            f"{task} needs at least {decimal(num_bytes)} of memory, and {decimal(max(0, available))} are available on "
+            f"{device}; {advice}"
+        )
 
 
 def available_memory_bytes(device: torch.device) -> int | None:
@@ -190,7 +174,7 @@ def available_memory_bytes(device: torch.device) -> int | None:
 
 
 def _cgroup_bytes() -> Iterator[int]:
-    """Yield how many bytes each control group of this process leaves, of version 1 or 2; the file cache counts as free.
+    """Yield how many bytes each control group of this process leaves (version 2); the file cache counts as free.
 
     In a container, the path of the group may be that outside of it; then the root that it sees is its own group.
     """
@@ -198,22 +182,14 @@ def _cgroup_bytes() -> Iterator[int]:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in ("", "memory"):
-            continue
-        root = _CGROUPS / controllers
-        names = (
-            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        group = root / path.lstrip("/")
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        group = _CGROUPS / path
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # no such file, or the limit is the word max
-                limit, usage = (int((folder / name).read_text()) for name in names)
+                limit, usage = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
                 statistics = _numbers(folder / "memory.stat")
-                prefix = "total_" if controllers else ""  # version 1 has others without the groups inside
-                cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-                yield limit - usage + cache
-            if folder == root:
+                yield limit - usage + statistics.get("active_file", 0) + statistics.get("inactive_file", 0)
+            if folder == _CGROUPS:
                 break
 
 

@@ -10,28 +10,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from transformer_xl.checkpoint_record import (
-    CheckpointName,
-    ChosenWeights,
-    MemoryLengths,
-)
-from transformer_xl.config import (
-    RunConfig,
-    UserError,
-    check_type,
-    checked_names,
-)
+from transformer_xl.checkpoint_record import CheckpointName, ChosenWeights, MemoryLengths
+from transformer_xl.config import RunConfig, UserError, check_type, checked_names
 from transformer_xl.device import Precision, choose_device, resolve_dtype
 from transformer_xl.display import Displayed
-from transformer_xl.files import (
-    as_path,
-)
+from transformer_xl.files import as_path
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.lora import (
-    merge_lora,
-)
+from transformer_xl.model.lora import merge_lora
 from transformer_xl.run_folder import RunFolder, load_weights, model_digest
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer
@@ -176,8 +163,7 @@ def load_adapter(base: Run, path: Path | str, *, checkpoint: CheckpointName = "b
         raise UserError(
             "the base is no whole run from a folder; give load(...) of the run that the adapter was made on"
         )
-    base.model.check_not_quantized("the base of an adapter")
-    base.model.check_no_adapter("the base of another")
+    base.model.check_plain("the base of an adapter")
     chosen = folder.choose_weights(checkpoint)
     model = folder.build_model(base.path, draw=False)
     load_weights(model, chosen.used.file)
@@ -214,8 +200,7 @@ def save(run: Run, path: Path | str) -> Path:
             adapter beside them (`load_adapter`).
     """
     check_run(run)
-    run.model.check_not_quantized("saved")
-    run.model.check_no_adapter("saved")
+    run.model.check_plain("saved")
     config, weights = run.config.without_adapter(), run.model.state_dict()
     return RunFolder.create(as_path(path, "path"), config, run.tokenizer, weights, run.memory_lengths).path
 

@@ -41,7 +41,7 @@ from transformer_xl.config import (
     read_yaml,
     run_settings,
 )
-from transformer_xl.device import MemoryUse, require_memory
+from transformer_xl.device import require_memory
 from transformer_xl.files import (
     as_path,
     as_user_error,
@@ -62,7 +62,7 @@ from transformer_xl.model.lora import (
     refuse_pickled_adapter,
     state_names,
 )
-from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
+from transformer_xl.model.sizes import min_weight_bytes
 from transformer_xl.tensor_file import DAMAGED, contents_digest, load_tensors, read_metadata, read_shapes, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
@@ -149,10 +149,7 @@ class RunFolder:
         with as_user_error(f"reading {path}"):
             if not settings.is_file():
                 refuse_pickled_adapter(path)
-                problem = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
-                if (path / PEFT_CONFIG_FILE).exists():
-                    problem = "an adapter without the checksum of its base, which only transformers opens"
-                problem = problem if path.exists() else "no such folder"
+                problem = "not the folder of a run (no config.yaml)" if path.exists() else "no such folder"
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))
@@ -459,13 +456,8 @@ def build_checked(config: RunConfig, *, draw: bool = True) -> LanguageModel:
     Raises:
         UserError: the weights certainly need more memory than there is; or a reason that `build_model` lists.
     """
-    parameters = min_parameters(config.model)
-    use = MemoryUse(
-        f"the weights of {parameters:,} parameters",
-        4 * parameters + MIN_LAYER_BYTES * config.model.n_layers,
-        "use a machine with more memory, or a smaller model",
-    )
-    require_memory("the model", [use], torch.device("cpu"))
+    advice = "use a machine with more memory, or a smaller model"
+    require_memory("the model", min_weight_bytes(config.model), torch.device("cpu"), advice)
     with nullcontext() if draw else torch.device("meta"):
         model = build_model(config.model, memory_length=config.train.memory_length)
     return model if draw else model.to_empty(device="cpu")

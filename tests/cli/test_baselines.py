@@ -43,7 +43,7 @@ def test_baselines_evaluate_and_generate(folder: Path) -> None:
 def test_advice_of_the_warning_on_windows_can_be_followed(folder: Path) -> None:
     """Without a memory, no memory length fills the window."""
     command = ["evaluate", folder / "al-rfou", "--max-tokens", "50", "--json", "--attention-window", "4"]
-    assert "al-rfou has no memory, so give method sliding-window to fill the window" in txl(*command).err
+    assert "or for a model without memory method sliding-window, to fill it" in txl(*command).err
     assert txl(*command, "--method", "sliding-window").warnings == ""
 
 

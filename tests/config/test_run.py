@@ -99,3 +99,9 @@ def test_message_on_many_errors_is_bounded(tmp_path: Path) -> None:
 def test_unknown_name_that_is_no_identifier_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"recipe r: unknown setting '{name}'"):
         check_settings(TrainConfig, {name: 1}, "recipe r")
+
+
+def test_settings_of_earlier_versions_may_be_stated_with_their_only_value() -> None:
+    assert TrainConfig(muon_momentum=0.95, segment_warmup_steps=0, initial_segment_length=None) == TrainConfig()
+    with pytest.raises(UserError, match=r"muon_momentum is gone .* always 0\.95 now"):
+        TrainConfig(muon_momentum=0.9)

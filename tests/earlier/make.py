@@ -122,7 +122,11 @@ def read_trained(folder: Path, scratch: Path) -> dict[str, Any]:
     """Load the trained run."""
     run = load(folder / "trained", device="cpu")
     result = evaluate(run, Corpus.open(folder / "bytes").split("test"))
-    return {"loss": result.nats_per_token, "memory length": result.memory_length, "greedy": greedy(run)}
+    return {
+        "loss": result.nats_per_token,
+        "memory length": result.plan.context_limits.memory_length,
+        "greedy": greedy(run),
+    }
 
 
 def read_resumable(folder: Path, scratch: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from model_configs import model_config
 
 from transformer_xl.architectures import build_model
@@ -15,8 +14,7 @@ from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters
 from transformer_xl.training.cost import step_cost
-from transformer_xl.training.data import training_memory
-from transformer_xl.training.distributed import DistributedContext
+from transformer_xl.training.data import min_training_bytes
 
 BATCH_SIZE, SEGMENT_LENGTH = 3, 13
 MODELS: dict[str, dict[str, Any]] = {
@@ -81,9 +79,7 @@ def test_fsdp_divides_weights_gradients_and_optimizer_state():
     config = run_settings(
         {"model": {"vocab_size": 50, "d_model": 512}, "train": {"parallelism": "fsdp", "segment_length": 1}}, "settings"
     )
-    alone, eighth = (
-        training_memory(config, 1, torch.device("cpu"), DistributedContext(size=size))[0].bytes for size in (1, 8)
-    )
+    alone, eighth = (min_training_bytes(config, 1, "float32", num_processes) for num_processes in (1, 8))
     assert eighth < alone / 6
 
 

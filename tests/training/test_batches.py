@@ -1,10 +1,8 @@
-"""In every epoch each token is a target once, for any segment warm-up.
+"""In every epoch each token is a target once.
 
-The segment warm-up (`initial_segment_length`, `segment_warmup_steps`) splits the first segments into parts, whose
-length doubles in stages; each part is one step. With `loss: half`, only the second half of its targets is in the loss.
-`rows` are batch rows.
+With `loss: half`, only the second half of a segment's targets is in the loss. `rows` are batch rows.
 
-Shape suffixes: B batch rows, T tokens of a segment or part.
+Shape suffixes: B batch rows, T tokens of a segment.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from hypothesis import strategies as st
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset, Shard, TokenDataset
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
-from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch, trained_targets
+from transformer_xl.training.batches import StepBatch, read_batch, trained_targets
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 from transformer_xl.training.schedules import random_length
 
 
-def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[BatchPosition, StepBatch]]:
+def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[DatasetPosition, StepBatch]]:
     """Return the batch of each step of the first epochs, with its position."""
-    position, actual = BatchPosition(step=0, segment=DatasetPosition()), []
-    while position.segment.epoch < epochs:
-        batch = read_batch(dataset, position, config, SINGLE_PROCESS)
+    position, actual = DatasetPosition(), []
+    while position.epoch < epochs:
+        batch = read_batch(dataset, position, len(actual), config, SINGLE_PROCESS)
         actual.append((position, batch))
         position = batch.next
     return actual
@@ -70,15 +68,16 @@ def test_inputs_begin_with_the_tokens_before_the_segment(
     )
     dataset = make_dataset(num_tokens, rows, 1 if is_random else 8, shuffled=shuffled)
     for epoch in range(2):
-        steps = [step for step in batches_of(dataset, config, epochs=2) if step[0].segment.epoch == epoch]
+        all_steps = enumerate(batches_of(dataset, config, epochs=2))
+        steps = [(number, position, step) for number, (position, step) in all_steps if position.epoch == epoch]
         read = [list[int]() for _ in range(rows)]  # the targets of each row so far
-        for position, step in steps:
+        for number, position, step in steps:
             batch, length = step.batch, step.batch.targets_BT.shape[1]
-            num_before = position.segment.segment_index * dataset.segment_length
+            num_before = position.segment_index * dataset.segment_length
             assert batch.inputs_BX.shape == (rows, min(context, num_before) + length)
             if is_random:
                 longest = max(len(row) for row in rows_of(dataset, epoch)) - num_before
-                assert length == min(random_length(position.step, config), longest)
+                assert length == min(random_length(number, config), longest)
             assert step.learning_rate_ratio == (length / 8 if is_random else 1)
             for row, targets in enumerate(read):
                 count = int(batch.loss_mask_BT[row].sum())
@@ -106,53 +105,31 @@ def rows_of(dataset: TokenDataset, epoch: int) -> list[list[int]]:
 @given(
     num_tokens=st.integers(24, 211),
     rows=st.integers(1, 5),
-    initial_length=st.integers(1, 3),
-    doublings=st.integers(1, 3),
-    warmup=st.integers(1, 97),
+    length=st.integers(2, 24),
     loss=st.sampled_from(["full", "half"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_token_is_a_target_once_per_epoch(
-    *, shuffled: bool, num_tokens: int, rows: int, initial_length: int, doublings: int, warmup: int, loss: Any
+    *, shuffled: bool, num_tokens: int, rows: int, length: int, loss: Any
 ) -> None:
     """With `loss: half`, a step is omitted at the end of an epoch if all rows end in the first half of its tokens."""
-    length = initial_length * 2**doublings  # of a full segment
     if loss == "half" and num_tokens < rows * length:  # a text too short for one full segment is refused earlier
         return
     config = TrainConfig(
         segment_length=length,
         memory_length=0,
         batch_size=rows,
-        initial_segment_length=initial_length,
-        segment_warmup_steps=warmup,
         loss=loss,
     )
     steps = batches_of(make_dataset(num_tokens, rows, length, shuffled=shuffled), config, epochs=3)
-    assert [position.step for position, _ in steps] == [*range(len(steps))]
     for epoch in range(3):
-        batches = [step.batch for position, step in steps if position.segment.epoch == epoch]
+        batches = [step.batch for position, step in steps if position.epoch == epoch]
         targets = Counter(token for batch in batches for token in batch.targets_BT[batch.loss_mask_BT].tolist())
         omitted = Counter(range(1, num_tokens + 1)) - targets
         assert set(targets.values()) == {1}
         assert len(omitted) <= (rows * (length // 2) if loss == "half" else 0)
         assert [batch.is_first for batch in batches] == [True] + [False] * (len(batches) - 1)
         assert all(trained_targets(batch.loss_mask_BT, config).any() for batch in batches)
-
-
-def test_lengths_double_between_segments() -> None:
-    """Stages of 5 steps; all parts of a segment have the length of its first part, so the first stage has 8 steps: two
-    segments of four parts. The memory length is halved as often as the segment length."""
-    config = TrainConfig(
-        segment_length=8, memory_length=12, batch_size=2, initial_segment_length=2, segment_warmup_steps=10
-    )
-    actual = batches_of(make_dataset(79, 2, 8), config, epochs=1)
-    assert [step.batch.inputs_BX.shape[1] for _, step in actual] == [2] * 8 + [4] * 2 + [8] * 2
-    assert [step.memory_length for _, step in actual] == [3] * 8 + [6] * 2 + [12] * 2
-    assert [position.part for position, _ in actual] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
-    whole = [make_dataset(79, 2, 8).read(DatasetPosition(segment_index=index)) for index in range(5)]
-    for name in ("inputs_BX", "targets_BT", "loss_mask_BT"):
-        read = np.concatenate([getattr(step.batch, name) for _, step in actual], 1)
-        np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
 
 
 def test_half_loss_skips_a_short_last_segment() -> None:
@@ -164,15 +141,13 @@ def test_half_loss_skips_a_short_last_segment() -> None:
     config = TrainConfig(segment_length=8, memory_length=12, batch_size=2, loss="half")
     for number, segments in ((21, 1), (25, 2)):
         actual = batches_of(make_dataset(number, 2, 8), config, epochs=2)
-        positions = [(position.segment.epoch, position.segment.segment_index) for position, _ in actual]
+        positions = [(position.epoch, position.segment_index) for position, _ in actual]
         assert positions == [(epoch, segment) for epoch in range(2) for segment in range(segments)]
     # after a change of batch size, a resumed run can be at a segment without targets in the loss; it then reads the
     # first segment of the next epoch, which is the only one of that epoch
-    batch = read_batch(
-        make_dataset(21, 2, 8), BatchPosition(step=5, segment=DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
-    )
+    batch = read_batch(make_dataset(21, 2, 8), DatasetPosition(segment_index=1), 5, config, SINGLE_PROCESS)
     assert batch.batch.is_first
-    assert batch.next == BatchPosition(step=6, segment=DatasetPosition(epoch=2))
+    assert batch.next == DatasetPosition(epoch=2)
 
 
 def test_processes_skip_the_same_segments() -> None:
@@ -191,5 +166,5 @@ def test_processes_skip_the_same_segments() -> None:
     config = TrainConfig(segment_length=8, memory_length=0, batch_size=2)
     tokens = np.arange(17, dtype=np.uint32)
     dataset = SegmentDataset(tokens, batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(index=0, count=2))
-    batch = read_batch(dataset, BatchPosition(step=0, segment=DatasetPosition()), config, OtherHasTargets())
-    assert batch.next == BatchPosition(step=1, segment=DatasetPosition(segment_index=1))
+    batch = read_batch(dataset, DatasetPosition(), 0, config, OtherHasTargets())
+    assert batch.next == DatasetPosition(segment_index=1)

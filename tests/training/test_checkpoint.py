@@ -38,11 +38,8 @@ from transformer_xl.training.trainer import Trainer
 
 # 23 steps are no multiple of the intervals, so that training does not end with a regular validation or checkpoint
 INTERVALS = {"max_steps": 23, "log_interval": 5, "eval_interval": 6, "checkpoint_interval": 4}
-# segment warm-up: a segment of 8 tokens that begins in steps 0 to 5 is split into parts of 2, in steps 6 to 11 of 4
-WARMUP = {"segment_length": 8, "memory_length": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
-# Settings of the model and of training that differ from MODEL and TRAIN. The tests stop these runs inside segments that
-# are split into parts, between stages of the segment warm-up, before an average starts, and while auxiliary losses are
-# on (a quarter of training).
+# Settings of the model and of training that differ from MODEL and TRAIN. The tests stop these runs before an average
+# starts, and while auxiliary losses are on (a quarter of training).
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base": ({"attention_dropout": 0.1}, {}),
     "no validation text": ({}, {}),
@@ -58,7 +55,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "muon, uniform average, n-grams": (
         {"qk_norm": True, "max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
-        {**WARMUP, "optimizer": "muon", "weight_average": "uniform", "average_start_step": 4, "micro_batch_size": 1},
+        {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4, "micro_batch_size": 1},
     ),
     "random lengths, extended context": (
         {"embedding_dropout": 0.1, "variational_dropout": True, "activation_penalty": 0.3},
@@ -69,7 +66,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "lstm": ({"architecture": "lstm"}, {"micro_batch_size": 2}),
-    "qrnn": ({"architecture": "qrnn", "zoneout": 0.2}, {**WARMUP, "optimizer": "muon"}),
+    "qrnn": ({"architecture": "qrnn", "zoneout": 0.2}, {"optimizer": "muon"}),
     "shaw": ({"architecture": "shaw"}, {"activation_checkpointing": True}),
     "vaswani": ({"architecture": "vaswani"}, {"loss": "half"}),
     "al-rfou": (

@@ -31,10 +31,10 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 @pytest.mark.parametrize(
     ("changed", "message"),  # None removes a variable
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: .*valid integer.*'abc'"),
-        ({"RANK": None}, "RANK: missing"),
-        ({"RANK": "5"}, "RANK 5 must be below WORLD_SIZE 2"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT: .*less than or equal to 65535.*'70000'"),
+        ({"WORLD_SIZE": "abc"}, "missing or wrong .*'abc'"),
+        ({"RANK": None}, "missing or wrong .*'RANK'"),
+        ({"RANK": "5"}, "RANK 5 is not below WORLD_SIZE 2"),
+        ({"MASTER_PORT": "70000"}, "could not connect at 127.0.0.1:70000"),
     ],
 )
 def test_wrong_variables_are_reported(
@@ -42,7 +42,7 @@ def test_wrong_variables_are_reported(
 ) -> None:
     variables = {name: value for name, value in {**VARIABLES, **changed}.items() if value is not None}
     set_environment(monkeypatch, variables)
-    with pytest.raises(UserError, match=f"torchrun.*WORLD_SIZE.*{message}"), process_group(lambda: torch.device("cpu")):
+    with pytest.raises(UserError, match=f"{message}.*torchrun"), process_group(lambda: torch.device("cpu")):
         pass
 
 

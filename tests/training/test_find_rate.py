@@ -14,7 +14,7 @@ from training_runs import MODEL, TRAIN, letters_corpus, make_corpus, start
 from transformer_xl import UserError, find_learning_rate
 from transformer_xl.model.memory import Memory
 from transformer_xl.training import find_rate
-from transformer_xl.training.batches import BatchPosition, read_batch
+from transformer_xl.training.batches import read_batch
 from transformer_xl.training.distributed import SINGLE_PROCESS
 
 # no time, so trainings have the least number of steps: 8 in the first round; in the second 20, or max_steps if fewer
@@ -39,11 +39,11 @@ def test_short_training_is_a_training(tmp_path: Path, num_train: int, settings: 
     trial = min((trial for trial in result.trials if trial.steps == 17), key=lambda trial: trial.learning_rate)
     trainer = start(tmp_path / "run", corpus, **settings | {"learning_rate": trial.learning_rate})
     assert trainer.run()
-    position, losses = BatchPosition(17, trainer.state.position), list[float]()
+    position, losses = trainer.state.position, list[float]()
     memory = Memory.concatenate(trainer.stepper.memories)
     trainer.model.eval()
-    for _ in range(4):
-        batch = read_batch(trainer.stepper.dataset, position, trainer.config, SINGLE_PROCESS)
+    for step in range(17, 21):
+        batch = read_batch(trainer.stepper.dataset, position, step, trainer.config, SINGLE_PROCESS)
         memory = trainer.model.initial_memory(3) if batch.batch.is_first else memory
         with torch.no_grad():
             nats_BT, _, memory = trainer.stepper.wrapped_model(
@@ -107,7 +107,7 @@ def test_trainings_leave_unread_text_for_scoring(tmp_path: Path, monkeypatch: py
 
     def score(training: find_rate._Training, num_segments: int) -> float:
         found = unpatched(training, num_segments)
-        epochs.append(training.stepper.position.segment)
+        epochs.append(training.stepper.position)
         return found
 
     unpatched = find_rate._Training._score
@@ -136,21 +136,13 @@ def test_notes_say_what_the_proposal_leaves_out(tmp_path: Path, monkeypatch: pyt
         return 3 - 0.1 * math.log(training.config.learning_rate)
 
     monkeypatch.setattr(find_rate._Training, "nats_per_token", loss)
-    train = {
-        **TRAIN,
-        "weight_average": "ema",
-        "segment_length": 8,
-        "memory_length": 8,
-        "initial_segment_length": 4,
-        "segment_warmup_steps": 8,
-    }
+    train = {**TRAIN, "weight_average": "ema"}
     result = find_learning_rate(None, letters_corpus(tmp_path / "corpus"), train=train, **OPTIONS)
     tried = max(trial.learning_rate for trial in result.trials)
     text = "\n".join(result.notes)
     assert "was the highest of those tried" in text
     assert f"search again with --train.learning-rate {tried:.2g}" in text
     assert "without train.weight_average ema" in text
-    assert "without train.initial_segment_length 4" in text
 
 
 def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_evaluation_scoring_and_generation_use_the_chosen_length(path: Path) -> 
         (score(run, "a text")[0].sums, score(run, "a text", memory_length=4)[0].sums),
     ):
         assert default.nats_per_token == given.nats_per_token
-    assert evaluate(run, "valid", method="dynamic").memory_length == 4
+    assert evaluate(run, "valid", method="dynamic").plan.context_limits.memory_length == 4
     settings: dict[str, Any] = {"max_new_tokens": 20, "greedy": True, "logprobs": True}
     assert generate(run, "abc", **settings).logprobs == generate(run, "abc", memory_length=4, **settings).logprobs
     assert generate(run, "abc", **settings).logprobs != generate(run, "abc", memory_length=2, **settings).logprobs
@@ -86,8 +86,8 @@ def test_settings_that_are_given_or_of_the_run_precede_the_chosen_length(path: P
         (run, {"clamp_length": 5}, (2, other_lengths)),
         (replace(run, weights=None), {}, (2, "as trained")),  # such as a model that was never trained here
     ):
-        result = evaluate(model, run.open_corpus().split("valid"), max_tokens=9, **given)
-        assert (result.memory_length, result.memory_length_reason) == expected
+        plan = evaluate(model, run.open_corpus().split("valid"), max_tokens=9, **given).plan
+        assert (plan.context_limits.memory_length, plan.memory_length_reason) == expected
     assert memory_plan(run, 7).context_limits.memory_length == 7
 
 

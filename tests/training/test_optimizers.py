@@ -70,13 +70,13 @@ def test_adamw_decays_only_matrices(make_model, settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
 def test_muon_updates_the_matrices_of_the_layers(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
-    by_rows, by_columns, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, muon_momentum=0.9)
+    by_rows, by_columns, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1)
     assert type(decayed["optimizer"]) is torch.optim.AdamW
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     # blocks of the heads' or hidden units' side of each matrix
     names = {"q_proj", "k_proj", "v_proj", "r_proj", "up_proj"}, {"o_proj", "down_proj"}
     for dim, (group, expected) in enumerate(zip((by_rows, by_columns), names, strict=True)):
-        assert (type(group["optimizer"]), group["momentum"], group["weight_decay"]) == (Muon, 0.9, 0.1)
+        assert (type(group["optimizer"]), group["momentum"], group["weight_decay"]) == (Muon, 0.95, 0.1)
         assert (group["block_dim"], group["block_width"]) == (dim, model.config.head_dim)
         assert {name.split(".")[-2] for name in names_in(model, group)} == expected
         assert len(group["params"]) == len(expected) * model.config.n_layers
@@ -103,7 +103,7 @@ def take_steps(
         optimizer.step()
 
 
-CONFIG = TrainConfig(optimizer="muon", learning_rate=0.02, muon_momentum=0.9, weight_decay=0.3)
+CONFIG = TrainConfig(optimizer="muon", learning_rate=0.02, weight_decay=0.3)
 
 
 def muon(weights: list[torch.nn.Parameter], config: TrainConfig = CONFIG) -> Muon:
@@ -123,14 +123,14 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def test_muon_equals_a_float64_implementation() -> None:
-    """Nesterov momentum 0.9, a rate of 1.5 times 0.02, weight decay 0.3, blocks of 4 rows or columns."""
+    """Nesterov momentum 0.95, a rate of 1.5 times 0.02, weight decay 0.3, blocks of 4 rows or columns."""
     weights, rate = matrices(torch.float64), 0.02 * 1.5
     expected, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
     all_grads = gradients(torch.float64, 4)
     for grads in all_grads:
         for index, grad in enumerate(grads):
-            means[index] = 0.9 * means[index] + 0.1 * grad
-            direction, dim = 0.1 * grad + 0.9 * means[index], BLOCK_DIMS[index]
+            means[index] = 0.95 * means[index] + 0.05 * grad
+            direction, dim = 0.05 * grad + 0.95 * means[index], BLOCK_DIMS[index]
             blocks = direction.split(4, dim) if grad.shape[dim] % 4 == 0 else [direction]
             # the factor makes the RMS of an update about 0.2, as AdamW's
             updates = [0.2 * max(block.shape) ** 0.5 * orthogonalized(block) for block in blocks]

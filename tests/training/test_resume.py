@@ -101,7 +101,7 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
         monkeypatch.setattr("transformer_xl.training.numerics.packs", lambda _: False)
         resumed = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         (warning,) = resumed.resume()
-        assert "trained with oneDNN's products, which are not available here" in warning
+        assert "trained with matmul library onednn, which is not available here" in warning
         assert resumed.stepper.numerics.matmul_library == "blas"
 
 
@@ -143,8 +143,8 @@ def test_run_is_resumed_with_the_operators_it_began_with(
 @pytest.mark.parametrize(
     ("model", "field", "what", "instead"),
     [
-        (ATTENTION, "attn_implementation", "the attention kernel native", "cpu"),
-        (LSTM, "dropout_kernel", "native dropout", "torch"),
+        (ATTENTION, "attn_implementation", "attn implementation native", "cpu"),
+        (LSTM, "dropout_kernel", "dropout kernel native", "torch"),
     ],
 )
 def test_resume_without_the_operators_says_so(

@@ -1,12 +1,10 @@
-"""Learning rates and the halving of segment lengths, compared with values computed by hand.
+"""Learning rates and random segment lengths, compared with values computed by hand.
 
 The schedule `cosine` decays from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
-last `decay_steps` steps. The segment warm-up starts with segments halved several times, and doubles them in stages.
+last `decay_steps` steps.
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import torch
 from transformer_xl.config import TrainConfig
 from transformer_xl.training.schedules import (
     learning_rate,
-    num_halvings,
     random_length,
     set_step_rates,
 )
@@ -50,14 +47,6 @@ AVERAGED = {"weight_average": "uniform", "average_start_step": 20, "average_lear
 )
 def test_learning_rate(config: TrainConfig, rates: dict[int, float]) -> None:
     assert {step: learning_rate(step, config) for step in rates} == pytest.approx(rates, abs=1e-12)
-
-
-def test_stages_of_the_segment_warmup_are_equally_long() -> None:
-    config = TrainConfig(segment_length=32, memory_length=64, initial_segment_length=4, segment_warmup_steps=30)
-    assert [num_halvings(step, config) for step in range(40)] == [3] * 10 + [2] * 10 + [1] * 10 + [0] * 10
-    uneven = config.model_copy(update={"segment_warmup_steps": 7})  # not divisible into 3 stages
-    assert Counter(num_halvings(step, uneven) for step in range(7)) == {3: 3, 2: 2, 1: 2}
-    assert [num_halvings(step, TrainConfig()) for step in range(3)] == [0, 0, 0]
 
 
 def test_random_lengths_have_the_distribution_of_awd_lstm() -> None:

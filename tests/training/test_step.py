@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from training_runs import CPU, letters, lines_of, make_corpus, start
 from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.model.memory import ContextLimits, HiddenCache, Memory
+from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, SegmentDataset
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.schedules import random_length
@@ -90,11 +89,8 @@ class SimpleTraining:
         """Return the total loss and the number of targets of the tokens at a position of every row."""
         rows = self.config.batch_size
         edges = list(pairwise(row * len(self.text) // rows for row in range(rows + 1)))
-        # memory slots; in the segment warm-up the memory is shortened by the same factor as the segment
-        slots = self.config.memory_length * length // self.config.segment_length
         if position == 0:
-            self.memories = [self.model.initial_memory(1, ContextLimits(memory_length=slots)) for _ in range(rows)]
-        self.memories = [resized(memory, slots) for memory in self.memories]
+            self.memories = [self.model.initial_memory(1) for _ in range(rows)]
         nats, count = torch.zeros((), dtype=torch.float64), 0
         self.penalties = torch.zeros((), dtype=torch.float64)
         context = min(self.config.extended_context_length, position)
@@ -129,18 +125,6 @@ def penalty_by_hand(hidden_TD: Tensor, config: Any, length: int) -> Tensor:
     return penalty
 
 
-def resized(memory: Memory, slots: int) -> Memory:
-    """Return a memory with this number of slots: the newest hidden states, with zeros before them."""
-    num_valid = min(int(memory.valid_B), slots)  # valid slots are those that are filled
-    layers = []
-    for layer_BMD in (cache.hidden_BMD for cache in memory.layers):
-        new_BMD = torch.zeros(1, slots, layer_BMD.shape[-1], dtype=layer_BMD.dtype)
-        new_BMD[:, slots - num_valid :] = layer_BMD[:, memory.length - num_valid :]
-        layers.append(HiddenCache(new_BMD))
-    valid_B = torch.tensor([num_valid])
-    return replace(memory, layers=tuple(layers), valid_B=valid_B, context_limits=ContextLimits(slots), min_valid=0)
-
-
 @pytest.mark.parametrize(
     (
         "length",
@@ -162,31 +146,6 @@ def test_steps_equal_simple_training(tmp_path: Path, length: int, settings: dict
         tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings, max_steps=11
     )
     compare_with_simple_training(trainer, letters(length, seed=1), [trainer.config.segment_length] * 11)
-
-
-@pytest.mark.parametrize(
-    ("length", "settings", "lengths"),  # lengths: tokens of each batch row in each step
-    [
-        # rows of 21, 21 and 22 tokens: an epoch has 11 steps of 2 tokens
-        (64, {"micro_batch_size": 2}, [2] * 11 + [4] * 10 + [8] * 4),
-        # rows of 23, 23 and 24 tokens: every step has a target in the loss
-        (70, {"loss": "half"}, [2] * 12 + [4] * 8 + [8] * 5),
-    ],
-)
-def test_segment_warmup_equals_simple_training(
-    tmp_path: Path, length: int, settings: dict[str, Any], lengths: list[int]
-) -> None:
-    """Stages of 10 steps, extended to the end of a segment of 8 tokens; parts without targets are skipped."""
-    text = letters(length, seed=1)
-    sizes = {
-        "segment_length": 8,
-        "memory_length": 12,
-        "initial_segment_length": 2,
-        "segment_warmup_steps": 20,
-        "max_steps": 25,
-    }
-    trainer = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **sizes | settings)
-    compare_with_simple_training(trainer, text, lengths)
 
 
 @pytest.mark.parametrize("is_random", [False, True])

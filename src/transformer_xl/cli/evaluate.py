@@ -76,16 +76,14 @@ def evaluate(
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
-    needs_train_split = EvaluationPlan.resolve(folder.config, configs[0]).needs_train_split
-    train_split = opened_corpus.split("train", verify=True) if needs_train_split else None
     loaded = load_run(folder, device, checkpoint)
     if int8:
         from transformer_xl.integrations.int8 import to_int8
 
         loaded = to_int8(loaded)
     say_weights(loaded.weights)
-    lengths = loaded.memory_lengths
-    plans = [EvaluationPlan.resolve(folder.config, config, memory_lengths=lengths) for config in configs]
+    plans = [EvaluationPlan.of_run(loaded, config) for config in configs]
+    train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
     say_memory_length(loaded, plans[0])
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         note(warning)

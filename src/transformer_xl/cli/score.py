@@ -96,7 +96,7 @@ def score(
 
         score_words(loaded, items, config, word_options, json=json)
         return
-    plan = EvaluationPlan.resolve(loaded.config, config, memory_lengths=loaded.memory_lengths)
+    plan = EvaluationPlan.of_run(loaded, config)
     say_memory_length(loaded, plan)
     for warning in plan.warnings(device):
         note(warning)

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -84,6 +84,10 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    RETIRED: ClassVar[Mapping[str, Any]] = {}
+    """Settings of earlier versions that are gone, each with the only value that files may still state: what it is now
+    always. It is left out."""
+
     if not TYPE_CHECKING:  # type checkers know the fields
 
         def __init__(self, /, **data: Any) -> None:
@@ -112,7 +116,8 @@ class Settings(BaseModel):
         """Mark unknown names, read 1e3 as an integer, and keep pydantic from reading true (YAML: also yes) as 1."""
         if not isinstance(values, Mapping):
             return values
-        return {str(name): cls._check_value(str(name), value) for name, value in values.items()}
+        kept = {str(name): value for name, value in values.items() if (name, value) not in cls.RETIRED.items()}
+        return {name: cls._check_value(name, value) for name, value in kept.items()}
 
     @classmethod
     def _check_value(cls, name: str, value: Any) -> Any:
@@ -126,6 +131,8 @@ class Settings(BaseModel):
 
     @classmethod
     def _unknown_setting(cls, name: str) -> str:
+        if name in cls.RETIRED:
+            return f"{name} is gone since an earlier version, and is always {cls.RETIRED[name]} now; leave it out"
         return f"unknown setting '{name}'{nearest(name, cls.model_fields)}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,12 @@ from transformer_xl.config.settings import INT32_MAX, Settings
 
 class TrainConfig(Settings):
     """Settings of training."""
+
+    RETIRED: ClassVar[Mapping[str, Any]] = {
+        "initial_segment_length": None,
+        "segment_warmup_steps": 0,
+        "muon_momentum": 0.95,
+    }
 
     segment_length: int = Field(default=128, gt=0, le=INT32_MAX)
     """T: number of tokens of each sequence of the batch in one step."""
@@ -27,11 +34,6 @@ class TrainConfig(Settings):
     micro_batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Maximum number of sequences that one process computes at once, accumulating gradients: the same step with
     less device memory (only the dropout masks differ); none: all sequences at once."""
-    initial_segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Segment length of the first steps: segment_length halved one or more times, with memory_length halved as often;
-    none: full lengths from the start."""
-    segment_warmup_steps: int = Field(default=0, ge=0, le=INT32_MAX)
-    """Steps over which the lengths of segment and memory double from initial_segment_length to their full values."""
     max_steps: int = Field(default=2000, gt=0, le=INT32_MAX)
     """Number of optimizer steps."""
     max_epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -46,8 +48,6 @@ class TrainConfig(Settings):
     """Decay of Adam's average of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of Adam's average of squared gradients."""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon's momentum."""
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
     the same size."""
@@ -130,35 +130,18 @@ class TrainConfig(Settings):
                 f"extended_context_length {self.extended_context_length:,} is for training without memory, and "
                 f"memory_length is {self.memory_length:,}; set one of them to 0"
             )
-        if self.random_segment_lengths and (self.compile != "none" or self.segment_warmup_steps):
-            other = f"compile {self.compile}" if self.compile != "none" else "segment_warmup_steps"
-            raise ValueError(f"{other} needs segments of fixed lengths; leave it or random_segment_lengths out")
+        if self.random_segment_lengths and self.compile != "none":
+            raise ValueError(
+                f"compile {self.compile} needs segments of fixed lengths; leave it or random_segment_lengths out"
+            )
         if (self.micro_batch_size or 0) > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size:,} is more than batch_size {self.batch_size:,}")
-        if (self.initial_segment_length is None) != (self.segment_warmup_steps == 0):
-            raise ValueError("initial_segment_length and segment_warmup_steps need each other; set both or neither")
-        if self.segment_warmup_steps >= self.max_steps:
-            raise ValueError(
-                f"segment_warmup_steps {self.segment_warmup_steps:,} leaves no step of {self.max_steps:,} at full "
-                f"length; give {self.max_steps - 1:,} or less, or more max_steps"
-            )
-        if self.initial_segment_length is not None and not self.num_doublings:
-            raise ValueError(
-                f"initial_segment_length {self.initial_segment_length:,} must be segment_length "
-                f"{self.segment_length:,} halved once or several times"
-            )
-        if self.memory_length % 2**self.num_doublings:
-            raise ValueError(
-                f"memory_length {self.memory_length:,} cannot be halved as often as segment_length "
-                f"{self.segment_length:,}"
-            )
         return self
 
     @property
     def unused(self) -> dict[str, str]:
         """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
         needed = {
-            "muon_momentum": "" if self.optimizer == "muon" else "optimizer muon",
             "muon_learning_rate_ratio": "" if self.optimizer == "muon" else "optimizer muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
@@ -177,9 +160,3 @@ class TrainConfig(Settings):
         if self.weight_average == "none" or self.average_learning_rate is None:
             return self.max_steps
         return self.average_start_step
-
-    @property
-    def num_doublings(self) -> int:
-        """How often initial_segment_length doubles to segment_length; 0 if they are equal or not a power of 2 apart."""
-        ratio, remainder = divmod(self.segment_length, self.initial_segment_length or self.segment_length)
-        return ratio.bit_length() - 1 if remainder == 0 and ratio.bit_count() == 1 else 0

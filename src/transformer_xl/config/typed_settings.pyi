@@ -59,15 +59,12 @@ class TrainSettings(TypedDict, total=False):
     random_segment_lengths: bool
     batch_size: int
     micro_batch_size: int | None
-    initial_segment_length: int | None
-    segment_warmup_steps: int
     max_steps: int
     max_epochs: float | None
     optimizer: Literal["adam", "adamw", "muon"]
     learning_rate: float
     beta1: float
     beta2: float
-    muon_momentum: float
     muon_learning_rate_ratio: float
     embedding_learning_rate_ratio: float
     weight_decay: float

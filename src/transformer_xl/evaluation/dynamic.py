@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import UserError
-from transformer_xl.device import MemoryUse, autocast, require_memory
+from transformer_xl.device import autocast, require_memory
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
 from transformer_xl.evaluation.with_memory import TextSequence, segment_tensors
 from transformer_xl.inference import TokenModel
@@ -48,7 +48,12 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
         raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup-tokens")
     model.check_not_quantized("changed, as method dynamic does")
     weights = _trainable_weights(model)
-    _require_memory(model, weights, len(text.tokens_K), plan)
+    num_new, num_slots = min(plan.num_inputs, len(text.tokens_K)), plan.context_limits.memory_length
+    # a copy of the weights and their gradients; the memory before and after a step; activations, 2 bytes in bfloat16
+    num_bytes = 2 * sum(weight.nbytes for weight in weights) + 8 * min_cache(model.config, num_slots, training=True)
+    num_bytes += 2 * min_activations(model.config, segment_length=num_new, memory_length=0)
+    task = f"method dynamic with segments of {num_new:,} tokens and a memory of {num_slots:,}"
+    require_memory(task, num_bytes, model.device, "lower memory_length or segment_length, or use another method")
     trained_weights = [weight.detach().clone() for weight in weights]
     try:
         learning_rates, decays = _step_sizes(model, text.bos_token_id, plan)
@@ -65,20 +70,6 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
                 position += nats_BT.shape[1]
     finally:
         _restore(weights, trained_weights)
-
-
-def _require_memory(model: LanguageModel, weights: list[nn.Parameter], num_tokens: int, plan: EvaluationPlan) -> None:
-    """Check that a second copy of the weights, their gradients and one training step of a segment can fit."""
-    memory_length = plan.context_limits.memory_length
-    num_new = min(plan.segment_length + plan.extended_context_length, num_tokens)
-    activations = 2 * min_activations(model.config, segment_length=num_new, memory_length=0)  # 2 bytes in bfloat16
-    cache = 4 * min_cache(model.config, memory_length, training=True)
-    uses = [
-        MemoryUse("copies of the weights", 2 * sum(weight.nbytes for weight in weights), "use another method"),
-        MemoryUse(f"a memory of {memory_length:,} tokens", 2 * cache, "lower memory_length"),
-        MemoryUse(f"the activations of {num_new:,} tokens", activations, "lower segment_length"),
-    ]
-    require_memory("method dynamic", uses, weights[0].device)
 
 
 def _trainable_weights(model: LanguageModel) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,31 +55,8 @@ class EvaluationResult(Displayed, Sums):
     seconds: float
     """Time that the evaluation took."""
     tokens_per_second: float
-    method: str
-    """memory, sliding-window or dynamic."""
-    method_settings: dict[str, Any]
-    """Settings of method dynamic; empty with the other methods."""
-    segment_length: int
-    memory_length: int
-    memory_length_reason: str
-    """Why the memory has this length: it was given, is stated in the run, was measured to be the best, or is as
-    trained."""
-    attention_window: int | None
-    """Maximum number of keys that a query sees, itself included, or None for no limit."""
-    clamp_length: int | None
-    """Distances above this are treated as this one; None for no limit."""
-    extended_context_length: int
-    """Tokens before each segment that were read again with it."""
-    softmax_temperature: float
-    """Divisor of the logits."""
-    batch_size: int | None
-    """Sequences read at once, or None if it was chosen automatically."""
-    warmup_tokens: int | None
-    """Unscored tokens that each sequence reads first, or None if their number was chosen automatically."""
-    reset_memory: bool
-    """Whether the memory was emptied at the start of each document."""
-    dtype: str
-    """float32 or bfloat16."""
+    plan: EvaluationPlan
+    """How the text was read."""
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -93,8 +70,8 @@ class EvaluationResult(Displayed, Sums):
     @override
     def as_dict(self) -> dict[str, Any]:
         """Return counts, metrics and settings by name, for JSON."""
-        settings = {name: value for name, value in asdict(self).items() if name != "nats"}
-        return {**super().as_dict(), **settings}
+        speed = {"seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+        return {**super().as_dict(), **speed, **self.plan.as_dict()}
 
 
 def evaluate(
@@ -136,14 +113,15 @@ def evaluate(
     file = None if token_losses is None else as_path(token_losses, "token_losses", "give the path of a .npy file")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
+    plan = EvaluationPlan.of_run(run, config)
     if isinstance(split, str):
         corpus = run.open_corpus()
-        if train_split is None and EvaluationPlan.resolve(run.config, config).needs_train_split:
+        if train_split is None and plan.needs_train_split:
             train_split = corpus.split("train", verify=True)
         split = corpus.split(split, verify=True)
     check_type(split, TokenSplit, "split", "give a name, such as 'test', or Corpus.open(DIR).split('test')")
     check_type(train_split, (TokenSplit, type(None)), "train_split", "give Corpus.open(DIR).split('train')")
-    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split, memory_lengths=run.memory_lengths)
+    plan = replace(plan, train_tokens_K=train_split.tokens if train_split else None)
     tokens_K = split.first(max_tokens)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
@@ -159,7 +137,7 @@ def evaluate(
         **asdict(Sums.of_split(nats, run.tokenizer, split, tokens_K)),
         seconds=seconds,
         tokens_per_second=len(tokens_K) / seconds,
-        **plan.as_dict(run.model.device),
+        plan=plan,
     )
 
 

@@ -11,7 +11,7 @@ Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,12 +28,11 @@ from transformer_xl.config import (
     check_settings,
     merge,
 )
-from transformer_xl.device import MemoryUse, Precision, has_bfloat16, require_memory, resolve_dtype
+from transformer_xl.device import Precision, has_bfloat16, resolve_dtype
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.sizes import min_cache
 from transformer_xl.run import Run
-from transformer_xl.text.token_store import Tokens, TokenSplit
+from transformer_xl.text.token_store import Tokens
 
 _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set
 
@@ -70,8 +69,6 @@ class EvaluationPlan:
     """Divisor of the logits."""
     memory_length_reason: str = field(default="given", compare=False)
     """Why the memory has this length."""
-    memoryless: str = ""
-    """Name of the architecture if it has no memory."""
     train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
     """Token ids of the training text, which method dynamic needs with the optimizer rms."""
 
@@ -80,7 +77,6 @@ class EvaluationPlan:
         run: RunConfig,
         config: EvaluationConfig | None = None,
         *,
-        train_split: TokenSplit | None = None,
         memory_lengths: MemoryLengths | None = None,
     ) -> EvaluationPlan:
         """Resolve settings: those in `config`, else the run's evaluation settings, else model and training settings.
@@ -91,7 +87,6 @@ class EvaluationPlan:
         Args:
             run: settings of the run.
             config: settings that override individual evaluation settings of the run.
-            train_split: the training text, required by method dynamic with the optimizer rms.
             memory_lengths: what was measured for the weights in use, or None if nothing was.
 
         Raises:
@@ -151,43 +146,18 @@ class EvaluationPlan:
             dtype=merged.dtype,
             method=merged.method,
             dynamic=merged.dynamic,
-            memoryless="" if run.model.has_memory else run.model.architecture,
-            train_tokens_K=train_split.tokens if train_split else None,
         )
+
+    @staticmethod
+    def of_run(run: Run, config: EvaluationConfig | None = None) -> EvaluationPlan:
+        """Resolve settings, also the dtype, for the weights and the device of a loaded run; arguments as `resolve`."""
+        plan = EvaluationPlan.resolve(run.config, config, memory_lengths=run.memory_lengths)
+        dtype: Precision = "bfloat16" if resolve_dtype(run.model.device, plan.dtype) == "bfloat16" else "float32"
+        return replace(plan, dtype=dtype)
 
     def model_of(self, run: Run) -> TokenModel:
         """Return the model of a run that reads: prepared for inference, unless method dynamic changes its weights."""
         return run.model if self.method == "dynamic" else run.inference(self.dtype)
-
-    def require_memory(
-        self, task: str, model: TokenModel, *, num_rows: int, num_new: int, num_slots: int, advice: str
-    ) -> None:
-        """Check, before a memory is allocated, that reading with it can fit on the model's device.
-
-        Args:
-            task: what is computed; the message begins with it.
-            model: the model.
-            num_rows: batch rows.
-            num_new: tokens of a segment.
-            num_slots: memory slots of each batch row.
-            advice: what to lower if the memory does not fit.
-
-        Raises:
-            UserError: memory and activations certainly need more than there is.
-        """
-        config = model.config
-        size = num_rows * (2 if resolve_dtype(model.device, self.dtype) == "bfloat16" else 4)
-        cache, activations = (
-            f"a memory of {num_rows:,} x {num_slots:,}",
-            f"the activations of {num_rows:,} x {num_new:,}",
-        )
-        # the residual and the inner activations of one layer
-        per_token = config.d_model + config.inner_width
-        uses = [
-            MemoryUse(f"{cache} tokens", size * min_cache(config, num_slots), advice),
-            MemoryUse(f"{activations} tokens", size * num_new * per_token, "lower segment_length or batch_size"),
-        ]
-        require_memory(task, uses, model.device)
 
     @property
     def num_inputs(self) -> int:
@@ -220,21 +190,20 @@ class EvaluationPlan:
         """Whether the evaluation needs the training text: for the gradient statistics of the optimizer rms."""
         return self.method == "dynamic" and self.dynamic.optimizer == "rms"
 
-    def as_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the settings by name, for JSON; dtype auto is resolved for the device."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings by name, for JSON."""
         method_settings: dict[str, Any] = {}
         if self.method == "dynamic":
             unused = None if self.needs_train_split else {"epsilon", "gradient_stats_tokens"}
             method_settings = {**self.dynamic.model_dump(exclude=unused), "learning_rate": self.learning_rate}
-        names = ("extended_context_length", "softmax_temperature", "memory_length_reason")
-        names += ("batch_size", "warmup_tokens", "reset_memory")
+        names = ("memory_length_reason", "extended_context_length", "softmax_temperature")
+        names += ("batch_size", "warmup_tokens", "reset_memory", "dtype")
         return {
             "method": self.method,
             "method_settings": method_settings,
             "segment_length": self.segment_length,
             **asdict(self.context_limits),
             **{name: getattr(self, name) for name in names},
-            "dtype": resolve_dtype(device, self.dtype),
         }
 
     def warnings(self, device: torch.device) -> list[str]:
@@ -244,9 +213,7 @@ class EvaluationPlan:
             warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
         memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
         if self.method == "memory" and window is not None and memory_length < window - 1:
-            advice = f"give memory-length {window - 1} to fill the window"
-            if self.memoryless:
-                advice = f"{self.memoryless} has no memory, so give method sliding-window to fill the window"
+            advice = f"give memory-length {window - 1}, or for a model without memory method sliding-window, to fill it"
             warnings.append(
                 f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
                 f"position in the segment, a token sees as few as {memory_length + 1:,} keys; {advice}"

@@ -144,7 +144,8 @@ def score(
     """
     check_run(run)
     config = override_config(config, overrides, "texts", "train_split", "progress")
-    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split, memory_lengths=run.memory_lengths)
+    plan = EvaluationPlan.of_run(run, config)
+    plan = replace(plan, train_tokens_K=train_split.tokens if train_split else None)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)
     contents = _texts_by_name(texts)

@@ -20,7 +20,7 @@ import torch
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
 from transformer_xl.evaluation.with_memory import read_sequences
-from transformer_xl.inference import TokenModel
+from transformer_xl.inference import TokenModel, require_reading_memory
 
 _TOKENS_PER_STEP = 4096  # tokens of all windows of one step: enough to keep the device busy
 
@@ -54,9 +54,8 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
     num_windows = min(batch_size, int((ends_N - starts_N).max()) - window)
     if num_windows > 0:
-        plan.require_memory(
-            "evaluation", model, num_rows=num_windows, num_new=window, num_slots=0, advice="lower batch_size"
-        )
+        advice = "lower attention_window or batch_size"
+        require_reading_memory(model, "evaluation", num_rows=num_windows, num_new=window, num_slots=0, advice=advice)
     for document_start, document_end in pairwise(boundaries_N.tolist()):
         for start in range(document_start + window, document_end, batch_size):
             end = min(start + batch_size, document_end)

@@ -31,10 +31,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
-from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path
+from transformer_xl.inference import require_reading_memory
 from transformer_xl.reader import Reader
 from transformer_xl.run import Run, check_run, weights_digest
 from transformer_xl.run_folder import first_difference
@@ -94,16 +94,19 @@ class SurprisalStream:
                 there is, or weights are not finite.
         """
         check_run(run)
-        plan = EvaluationPlan.resolve(
-            run.config, override_config(config, overrides, "run"), memory_lengths=run.memory_lengths
-        )
+        plan = EvaluationPlan.of_run(run, override_config(config, overrides, "run"))
         if plan.method != "memory":
             raise UserError(f"method {plan.method} cannot read a stream; give method memory")
         check_weights(run.model)
         self.run, self.plan = run, plan
         self._model = run.inference(plan.dtype)
-        num_new, num_slots, advice = plan.num_inputs, plan.context_limits.memory_length, "lower memory_length"
-        plan.require_memory("a stream", self._model, num_rows=1, num_new=num_new, num_slots=num_slots, advice=advice)
+        require_reading_memory(
+            self._model,
+            "a stream",
+            num_rows=1,
+            num_slots=plan.context_limits.memory_length,
+            advice="lower memory_length",
+        )
         self._memory = self._model.initial_memory(1, plan.context_limits)  # before the current segment
         self._before_X = np.array([run.tokenizer.bos_token_id], dtype=np.int64)  # tokens before it that are read again
         self._segment_T = np.zeros(0, dtype=np.int64)
@@ -260,11 +263,11 @@ class SurprisalStream:
 
     def _identity(self) -> dict[str, Any]:
         """Return what a saved stream must have in common with the one that continues it."""
-        settings = self.plan.as_dict(self._model.device)
+        settings = self.plan.as_dict()
         names = ("segment_length", "memory_length", "attention_window", "clamp_length")
         names += ("extended_context_length", "softmax_temperature", "dtype")
         return {
-            "weights_sha256": weights_digest(self.run, resolve_dtype(self._model.device, self.plan.dtype)),
+            "weights_sha256": weights_digest(self.run, self.plan.dtype),
             "tokenizer_sha256": fingerprint(self.run.tokenizer),
             "settings": {name: settings[name] for name in names},
         }

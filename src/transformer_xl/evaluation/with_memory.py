@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText
-from transformer_xl.inference import TokenModel
+from transformer_xl.inference import TokenModel, require_reading_memory
 from transformer_xl.reader import Reader
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
@@ -178,9 +178,9 @@ def read_sequences(
         batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
         if begin == 0:  # the longest sequences; what is freed after them may count as used
             num_rows, num_new = min(batch_size, len(length_Q)), min(length, plan.segment_length)
-            num_slots, advice = memory_slots(model, length, plan), "lower memory_length or batch_size"
-            plan.require_memory(
-                "evaluation", model, num_rows=num_rows, num_new=num_new, num_slots=num_slots, advice=advice
+            num_slots, advice = memory_slots(model, length, plan), "lower memory_length, segment_length or batch_size"
+            require_reading_memory(
+                model, "evaluation", num_rows=num_rows, num_new=num_new, num_slots=num_slots, advice=advice
             )
         rows_B4 = sequences_Q4[longest_first_Q[begin : begin + batch_size]].tolist()
         yield from _read_batch(model, text, [TextSequence(*row) for row in rows_B4], plan)

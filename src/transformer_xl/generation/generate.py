@@ -21,25 +21,20 @@ import torch
 from typing_extensions import TypeIs, Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
-from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.generation.sampling import LogitsProcessor
-from transformer_xl.inference import InferenceModel, TokenModel
+from transformer_xl.inference import InferenceModel, TokenModel, require_reading_memory
 from transformer_xl.model.memory import Memory
-from transformer_xl.model.sizes import min_cache
 from transformer_xl.reader import STRIDE
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import GenerationSettings
-
-_SEQUENCE_BYTES = 2048  # its random generator and the objects that collect its tokens, at least
-_CANDIDATE_BYTES = 64  # log-probability, id and rank of one continuation of a beam, as tensors and lists
 
 
 @overload
@@ -274,7 +269,7 @@ def memory_plan(run: Run, memory_length: int | None = None) -> EvaluationPlan:
     """
     length: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
     settings = EvaluationConfig(method="memory", **length)
-    return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
+    return EvaluationPlan.of_run(run, settings)
 
 
 def prompt_segment_length(model: TokenModel, segment_length: int, memory_length: int) -> int:
@@ -307,13 +302,17 @@ def prepare_generation(
         UserError: the memory of all sequences certainly does not fit on the device.
     """
     check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
-    model, plan, fits_segment = (
-        run.inference(config.dtype),
-        memory_plan(run, config.memory_length),
-        run.config.train.num_inputs,
-    )
+    model, plan = run.inference(config.dtype), memory_plan(run, config.memory_length)
+    fits_segment = run.config.train.num_inputs
     num_slots = plan.context_limits.memory_length or fits_segment - 1
-    _require_memory(model, config, num_prompts, num_slots if memory is None else memory.length)
+    if config.num_beams is None:
+        num_rows, name = num_prompts * config.num_samples, "num_samples"
+    else:  # short texts have fewer continuations than there are beams; the exponent is bounded to keep the power small
+        num_continuations = model.config.vocab_size ** min((config.max_new_tokens or 1) - 1, 64)
+        num_rows, name = min(config.num_beams, num_continuations), "num_beams"
+    num_slots = num_slots if memory is None else memory.length
+    advice = f"lower memory_length or {name}"
+    require_reading_memory(model, "generation", num_rows=num_rows, num_slots=num_slots, advice=advice)
     if memory is None:
         memory = model.generation_memory(num_prompts, plan.context_limits, segment_length=fits_segment)
     return model, memory, prompt_segment_length(model, plan.segment_length, plan.context_limits.memory_length)
@@ -330,24 +329,3 @@ def _batch_generator(
     return BatchGenerator(
         model, prompts, config, segment_length=segment_length, logits_processor=logits_processor, memory=memory
     )
-
-
-def _require_memory(model: InferenceModel, config: GenerationConfig, num_prompts: int, num_slots: int) -> None:
-    """Check that the memory, the logits and the Python objects of all sequences can fit on the model's device."""
-    vocab_size, num_beams = model.config.vocab_size, config.num_beams
-    if num_beams is None:
-        num_rows, name, candidate_bytes = num_prompts * config.num_samples, "num_samples", 0
-    else:  # short texts have fewer continuations than there are beams; the exponent is bounded to keep the power small
-        num_rows, name = min(num_beams, vocab_size ** min((config.max_new_tokens or 1) - 1, 64)), "num_beams"
-        candidate_bytes = _CANDIDATE_BYTES * min(num_beams, vocab_size)
-    size = 2 if model.dtype == "bfloat16" else 4
-    row_bytes = _SEQUENCE_BYTES + candidate_bytes + size * model.config.cluster_boundaries[1]
-    uses = [
-        MemoryUse(
-            f"a memory of {num_rows:,} x {num_slots:,} tokens",
-            size * num_rows * min_cache(model.config, num_slots),
-            f"lower memory_length or {name}",
-        ),
-        MemoryUse(f"the next tokens of {num_rows:,} sequences", num_rows * row_bytes, f"lower {name}"),
-    ]
-    require_memory("generation", uses, model.device)

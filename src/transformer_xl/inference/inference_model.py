@@ -20,12 +20,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from transformer_xl.device import Precision, autocast, resolve_dtype
+from transformer_xl.device import Precision, autocast, require_memory, resolve_dtype
 from transformer_xl.inference.decode import DecodeTables, decode_tables
 from transformer_xl.model.backbone import Backbone
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.relative import attention_context, layer_biases
+from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.ops.kernels import choose
@@ -129,6 +130,30 @@ class InferenceModel:
 
 TokenModel = InferenceModel | LanguageModel
 """What reads tokens and predicts the next ones: a prepared model, or any language model, which is slower."""
+
+
+def require_reading_memory(
+    model: TokenModel, task: str, *, num_rows: int, num_slots: int, num_new: int = 1, advice: str
+) -> None:
+    """Check, before a memory is allocated, that a model can read with it on its device.
+
+    Args:
+        model: the model.
+        task: what is computed; the message begins with it.
+        num_rows: batch rows.
+        num_slots: memory slots of each batch row.
+        num_new: tokens of each batch row that are read at once.
+        advice: what to do if there is not enough.
+
+    Raises:
+        UserError: memory and activations certainly need more than there is.
+    """
+    config = model.config
+    # the residual and the inner activations of one layer
+    numbers = min_cache(config, num_slots) + num_new * (config.d_model + config.inner_width)
+    size = 2 if isinstance(model, InferenceModel) and model.dtype == "bfloat16" else 4
+    task += f" of {num_rows:,} x {num_new:,} tokens with a memory of {num_rows:,} x {num_slots:,}"
+    require_memory(task, size * num_rows * numbers, model.device, advice)
 
 
 def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float32") -> InferenceModel:

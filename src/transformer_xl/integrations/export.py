@@ -69,12 +69,11 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
             of attention or the number of distances of Shaw's model is longer than the memory.
     """
     check_run(run)
-    run.model.check_not_quantized("exported")
-    run.model.check_no_adapter("exported")
+    run.model.check_plain("exported")
     config = run.config.model
     if config.attention_kernel is None:
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
-    limits = EvaluationPlan.resolve(run.config, memory_lengths=run.memory_lengths).context_limits
+    limits = EvaluationPlan.of_run(run).context_limits
     memory_length = limits.memory_length if memory_length is None else memory_length
     for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
         if not (isinstance(value, int) and value >= 1):

@@ -25,8 +25,7 @@ def to_int8(run: Run) -> Run:
             no such layers.
     """
     check_run(run)
-    run.model.check_not_quantized("quantized again")
-    run.model.check_no_adapter("quantized")
+    run.model.check_plain("quantized")
     if run.config.model.architecture == "lstm":
         raise UserError(
             "the weights of an lstm stay in float32, as torchao has no 8-bit LSTM; take another architecture"

@@ -290,15 +290,13 @@ class LanguageModel(ModelWithMemory):
                     f"{what}; take the run that it was made from"
                 )
 
-    def check_no_adapter(self, what: str) -> None:
-        """Check that the model has no adapter beside its weights.
-
-        Args:
-            what: what cannot be done with one, such as "saved".
+    def check_plain(self, what: str) -> None:
+        """Check that the weights are ordinary tensors, without an adapter (of `load_adapter`) beside them.
 
         Raises:
-            UserError: it has one, of `load_adapter`.
+            UserError: they are not.
         """
+        self.check_not_quantized(what)
         if any(".lora_" in name for name, _ in self.named_parameters()):
             raise UserError(
                 f"a model with an adapter beside its weights cannot be {what}; load(PATH) of the adapter's folder "

@@ -371,17 +371,15 @@ class HiddenMemory(Memory[HiddenCache]):
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        current = self.stacked()
-        if current.keys() != set(tensors):
-            raise UserError(f"a memory is made of {', '.join(current)}, and these are {', '.join(tensors) or 'none'}")
-        for name, tensor in current.items():
-            check_type(tensors[name], Tensor, name, "give a tensor of `stacked`")
-            if tensors[name].shape != tensor.shape:
-                wanted = "(batch, layers, slots, width)" if name == "hidden" else "(batch,)"
-                raise UserError(
-                    f"{name} of shape {tuple(tensors[name].shape)} for a memory whose {name} is {wanted} "
-                    f"{tuple(tensor.shape)}; begin with an empty memory of the same batch size and memory_length"
-                )
+        wanted, given = (
+            {name: tuple(getattr(tensor, "shape", ())) for name, tensor in values.items()}
+            for values in (self.stacked(), tensors)
+        )
+        if wanted != given:
+            raise UserError(
+                f"tensors of shapes {given} for a memory of {wanted}; begin with an empty memory of the same batch "
+                "size and memory_length"
+            )
         hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(tensors["hidden"].unbind(1))}
         return self.with_tensors({**hidden, "valid": tensors["valid"], "position": tensors["position"]})
 

@@ -24,8 +24,12 @@ from transformer_xl.config import (
     TransformerXLConfig,
 )
 
-MIN_LAYER_BYTES = 8192
-"""Host memory that the Python objects of a layer take at least; it matters for very many narrow layers."""
+_MIN_LAYER_BYTES = 8192  # of a layer's Python objects; they matter for very many narrow layers
+
+
+def min_weight_bytes(config: BaseModelConfig) -> int:
+    """Return the size of the weights in float32 and of the layers' Python objects."""
+    return 4 * min_parameters(config) + _MIN_LAYER_BYTES * config.n_layers
 
 
 def min_parameters(config: BaseModelConfig) -> int:
@@ -73,7 +77,7 @@ def min_activations(
         # the gates, the state and the output of each token
         return config.n_layers * segment_length * 5 * config.d_model
     inner = config.n_heads * config.head_dim
-    # input, normalized sums, queries, attended values and inner activations of each token; keys and values of all
+    # input, normalized sums, queries, attended values and inner activations of a token; keys and values of all
     per_token = 3 * config.d_model + 2 * inner + config.d_ff
     per_key = 2 * inner
     if isinstance(config, TransformerXLConfig):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from pydantic import Field
 from typing_extensions import override
@@ -25,12 +26,12 @@ Metrics = dict[str, Any]
 class TrainerState(Settings):
     """The progress of training, the same in all processes, as checkpoints have it."""
 
+    RETIRED: ClassVar[Mapping[str, Any]] = {"part": 0}
+
     step: int = Field(default=0, ge=0)
     """Optimizer steps done."""
     position: DatasetPosition = DatasetPosition()
     """The segment that is trained on next."""
-    part: int = Field(default=0, ge=0)
-    """Number of parts of that segment already trained on, in the segment warm-up."""
     validation_step: int = Field(default=0, ge=0)
     """Step of the last validation."""
     validation_nats: float | None = None

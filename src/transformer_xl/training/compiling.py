@@ -13,9 +13,8 @@ from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 
 # How often torch may recompile a layer. A run needs one version for each combination of empty or full memory, training
-# or evaluation, two sizes of micro-batches (the last may be smaller), and the segment lengths of the warm-up, in which
-# segments grow in stages; all of these are fewer than this limit. torch's default limit, 8, is for programs whose
-# shapes never stop changing.
+# or evaluation, and two sizes of micro-batches (the last may be smaller); all of these are fewer than this limit.
+# torch's default limit, 8, is for programs whose shapes never stop changing.
 _MAX_VARIANTS = 128
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from transformer_xl.config import RunConfig, TrainConfig
-from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
-from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
+from transformer_xl.device import require_memory, resolve_dtype
+from transformer_xl.model.sizes import min_activations, min_cache, min_parameters, min_weight_bytes
 from transformer_xl.ops.kernels import choose
 from transformer_xl.text.segments import SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
@@ -15,6 +15,11 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 from transformer_xl.training.metrics_log import check_tensorboard
 from transformer_xl.training.stepper import micro_batches
 from transformer_xl.training.validation import Validator
+
+_ADVICE = (
+    "lower train.micro_batch_size, train.segment_length, train.memory_length or train.batch_size, set "
+    "train.activation_checkpointing, or make the model smaller (model.n_layers, model.d_model, model.ngram_buckets)"
+)
 
 
 def open_data(
@@ -27,7 +32,10 @@ def open_data(
             not available, or training certainly needs more memory than there is.
     """
     dataset = training_dataset(corpus, config.train, world)
-    require_memory("training", training_memory(config, dataset.local_batch_size, device, world), device)
+    train, rows = config.train, dataset.local_batch_size
+    num_bytes = min_training_bytes(config, rows, resolve_dtype(device, train.dtype), world.size)
+    task = f"training on {rows:,} x {train.num_inputs:,} tokens with a memory of {rows:,} x {train.memory_length:,}"
+    require_memory(task, num_bytes, device, _ADVICE)
     validator = Validator(corpus, config.train, world) if "valid" in corpus.splits else None
     if config.model.attention_kernel is not None:
         choose(config.model.attention_kernel, device, torch.float32)  # raises if it does not work on the device
@@ -54,56 +62,29 @@ def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedCont
     return dataset
 
 
-def training_memory(
-    config: RunConfig, local_batch_size: int, device: torch.device, world: DistributedContext = SINGLE_PROCESS
-) -> list[MemoryUse]:
-    """Return lower bounds of the memory that training needs at once in this process.
+def min_training_bytes(config: RunConfig, local_batch_size: int, dtype: str, num_processes: int = 1) -> int:
+    """Return a lower bound of the memory that training needs at once in one process.
 
     Args:
         config: settings of the run.
-        local_batch_size: batch rows of this process.
-        device: device to compute on.
-        world: the processes that train together.
+        local_batch_size: batch rows of the process.
+        dtype: data type of matrix products.
+        num_processes: number of processes that train together.
     """
     train, model = config.train, config.model
-    rows = [len(part) for part in micro_batches(local_batch_size, train, world.size)]
-    parameters = min_parameters(model)
-    trained = 0 if config.lora else parameters  # an adapter is small
-    # fsdp divides all of these; a process has all weights only before the first step, as `build_checked` requires
-    share = world.size if train.parallelism == "fsdp" else 1
-    gradients = 4 * trained // share
-    # weights, two numbers for each trained parameter in Adam and one in Muon, and the average
-    state = 4 * parameters // share + gradients * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
-
-    def activation_bytes(memory_length: int) -> int:
-        count = min_activations(
-            model,
-            segment_length=train.num_inputs,
-            memory_length=memory_length,
-            recomputed=train.activation_checkpointing or train.compile != "none",  # compiled layers recompute some
-        )
-        return (2 if resolve_dtype(device, train.dtype) == "bfloat16" else 4) * max(rows) * count
-
-    activations, new_activations = activation_bytes(train.memory_length), activation_bytes(0)
-    # a single micro-batch frees its activations while the gradients appear
-    state += gradients if len(rows) > 1 else max(0, gradients - activations)
-    cache = 4 * local_batch_size * min_cache(model, train.memory_length, training=True)
-    ngrams = "model.ngram_buckets, model.d_ngram, " if model.max_ngram > 1 else ""
-    fewer_rows = f"set train.micro_batch_size below {max(rows):,}, or " if max(rows) > 1 else ""
-    return [
-        MemoryUse(
-            f"weights, gradients and optimizer state of {parameters:,} parameters",
-            state + MIN_LAYER_BYTES * model.n_layers,
-            f"lower {ngrams}model.n_layers or the widths of the model (model.d_model and so on)",
-        ),
-        MemoryUse(
-            f"the activations of {max(rows):,} x {train.num_inputs:,} tokens",
-            new_activations,
-            f"{fewer_rows}lower train.segment_length, or set train.activation_checkpointing",
-        ),
-        MemoryUse(
-            f"a memory of {local_batch_size:,} x {train.memory_length:,} tokens",
-            2 * cache + activations - new_activations,  # before and after the step, and its keys and values
-            "lower train.memory_length or train.batch_size",
-        ),
-    ]
+    # fsdp divides weights and state; a process has all weights only before the first step, as `build_checked` requires
+    share = num_processes if train.parallelism == "fsdp" else 1
+    weights = min_weight_bytes(model) // share
+    trained = 0 if config.lora else 4 * min_parameters(model) // share  # an adapter is small
+    # two numbers for each trained parameter in Adam, one in Muon, and the average
+    state = trained * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
+    num_rows = max(map(len, micro_batches(local_batch_size, train, num_processes)))
+    activations = num_rows * min_activations(
+        model,
+        segment_length=train.num_inputs,
+        memory_length=train.memory_length,
+        recomputed=train.activation_checkpointing or train.compile != "none",  # compiled layers recompute some
+    )
+    memory = 4 * local_batch_size * min_cache(model, train.memory_length, training=True)
+    # activations are freed while the gradients appear; there is a memory before the step and one after it
+    return weights + state + max(trained, (2 if dtype == "bfloat16" else 4) * activations) + 2 * memory

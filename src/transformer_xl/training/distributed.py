@@ -16,16 +16,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.futures import Future
 
-from transformer_xl.config import Settings, UserError, check_settings
+from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import saved_weights
 from transformer_xl.text.segments import Shard
@@ -160,22 +159,6 @@ SINGLE_PROCESS = DistributedContext()
 """The context of a program that torchrun did not start."""
 
 
-class _Environment(Settings):
-    """The environment variables that torchrun sets."""
-
-    WORLD_SIZE: int = Field(ge=1)
-    RANK: int = Field(ge=0)
-    LOCAL_RANK: int = Field(default=0, ge=0)
-    MASTER_ADDR: str = Field(min_length=1)
-    MASTER_PORT: int = Field(ge=1, le=65535)
-
-    @model_validator(mode="after")
-    def _check_rank(self) -> Self:
-        if self.RANK >= self.WORLD_SIZE:
-            raise ValueError(f"RANK {self.RANK} must be below WORLD_SIZE {self.WORLD_SIZE}")
-        return self
-
-
 @contextmanager
 def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedContext]:
     """Join the processes that torchrun started, for the duration of the block; without torchrun, use a single process.
@@ -194,16 +177,16 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield DistributedContext(device=choose())
         return
-    variables = {name: os.environ[name] for name in _Environment.model_fields if name in os.environ}
-    environment = check_settings(
-        _Environment, variables, f"WORLD_SIZE needs the variables of torchrun ({_USE_TORCHRUN})"
-    )
-    rank, size = environment.RANK, environment.WORLD_SIZE
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"the variables of torchrun are missing or wrong ({error}); {_USE_TORCHRUN}") from None
     store: dist.Store | None = None
     group_name = f"start {num_restarts()}, group {next(_group_indices)}"
     try:
-        store = _rendezvous(environment)
-        device = _local_device(choose(), environment.LOCAL_RANK)
+        store = _rendezvous(rank, size)
+        device = _local_device(choose(), local_rank)
         # a prefix, because torchrun's store may still contain the addresses of an earlier group
         group_store = dist.PrefixStore(group_name, store)
         with _default_signal_handlers():
@@ -242,12 +225,14 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _rendezvous(environment: _Environment) -> dist.Store:
+def _rendezvous(rank: int, size: int) -> dist.Store:
     """Wait for all processes to connect, and return the key-value store that they share."""
-    size, address = environment.WORLD_SIZE, f"{environment.MASTER_ADDR}:{environment.MASTER_PORT}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
+        if not 0 <= rank < size:  # rendezvous would wait for ever
+            raise ValueError(f"RANK {rank} is not below WORLD_SIZE {size}")
         with _default_signal_handlers():
-            store, *_ = next(iter(dist.rendezvous("env://", environment.RANK, size)))
+            store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise UserError(f"the {size} processes could not connect at {address} ({reason}); {_USE_TORCHRUN}") from error

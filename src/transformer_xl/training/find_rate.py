@@ -186,11 +186,6 @@ class _Search:
             )
         if config.weight_average != "none":
             self._notes.append(f"the rate is that without train.weight_average {config.weight_average}")
-        if config.initial_segment_length is not None:
-            self._notes.append(
-                "the rate is that of whole segments, without train.initial_segment_length "
-                f"{config.initial_segment_length}"
-            )
 
     def _rounds(self) -> float:
         config = self._config.train
@@ -318,8 +313,6 @@ def _shortened(config: TrainConfig, rate: float, steps: int) -> TrainConfig:
         "max_steps": steps,
         "warmup_steps": round(fraction * config.warmup_steps),
         "decay_steps": int(fraction * config.decay_steps),
-        "initial_segment_length": None,
-        "segment_warmup_steps": 0,
         "weight_average": "none",
         "compile": "none",  # compiling takes longer than the steps
     }

@@ -23,6 +23,7 @@ from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import (
     FinetuneConfig,
     LoraConfig,
+    RegularizationConfig,
     RunConfig,
     UserError,
     check_settings,
@@ -55,8 +56,8 @@ if TYPE_CHECKING:
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
 # Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
-    "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0, "initial_segment_length": None,
-    "segment_warmup_steps": 0, "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
+    "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0,
+    "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
     "eval_interval": 250, "checkpoint_interval": 250,
 }  # fmt: skip
 # Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
@@ -156,8 +157,7 @@ def finetune(
     old_of_V = old_ids(base_run, opened)
     if old_of_V is not None:
         _check_tokens(base_run, opened, old_of_V, replace_tokenizer=replace_tokenizer)
-    base_run.model.check_not_quantized("fine-tuned")
-    base_run.model.check_no_adapter("fine-tuned")
+    base_run.model.check_plain("fine-tuned")
     if isinstance(base, Run):
         _check_stored(base_run)
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
@@ -264,14 +264,15 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
     """Return the settings that fine-tuning starts from; `record` is what they say about it.
 
     Raises:
-        UserError: `overrides` would change the weights or what they mean.
+        UserError: a setting in `overrides` could change the weights or what they mean.
     """
-    config, vocab_size = base.config, corpus.tokenizer.vocab_size
-    if "architecture" in overrides and overrides["architecture"] != config.model.architecture:
+    allowed = {*_CHANGEABLE, *RegularizationConfig.model_fields}
+    if fixed := [name for name in overrides if name not in allowed]:
         raise UserError(
-            f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
-            f"{overrides['architecture']}; leave model.architecture out, or train a new model"
+            f"model.{fixed[0]} cannot change in fine-tuning; leave it out. Only these settings of the model can: "
+            f"{', '.join(_CHANGEABLE)}"
         )
+    config, vocab_size = base.config, corpus.tokenizer.vocab_size
     is_of_adapter = config.finetune is not None and (config.finetune.lora is not None or config.finetune.merged)
     is_own_rate = config.corpus is not None and not is_of_adapter
     rate = config.train.learning_rate if is_own_rate else _CONVERTED_RATE
@@ -280,14 +281,4 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
     settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": record}
-    start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
-    changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
-    values = changed.model.model_dump()
-    for name, value in start.model.model_dump().items():
-        if values[name] != value and name not in _CHANGEABLE:
-            free = ", ".join(setting for setting in _CHANGEABLE if setting in values)
-            raise UserError(
-                f"model.{name} {values[name]} is not that of the weights that fine-tuning begins with ({value}); leave "
-                f"it out. Only these settings of the model may change: {free}"
-            )
-    return start
+    return check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")

@@ -63,25 +63,22 @@ def choose_numerics(
     return preferred.model_copy(update=slowest)
 
 
-def differences(recorded: Numerics, used: Numerics, model: LanguageModel, device: torch.device) -> list[str]:
+def differences(recorded: Numerics, used: Numerics, model: LanguageModel) -> list[str]:
     """Say what of the recorded implementations is not available here, where it matters.
 
     Args:
         recorded: what a checkpoint was trained with.
         used: what training goes on with.
         model: the model; dropout matters only if it has some.
-        device: device to compute on; products and dropout matter only on a CPU.
     """
-    is_cpu, reason, missing = device.type == "cpu", f" ({status().text})", list[str]()
-    if recorded.attn_implementation not in (None, used.attn_implementation):
-        name = recorded.attn_implementation
-        missing.append(f"the attention kernel {name}, which is not available here{reason if name == 'native' else ''}")
     has_dropout = any(isinstance(m, FastDropout) and m.p and not m.variational for m in model.modules())
-    if recorded.dropout_kernel == "native" != used.dropout_kernel and has_dropout and is_cpu:
-        missing.append(f"native dropout, which is not available here{reason}")
-    if recorded.matmul_library == "onednn" != used.matmul_library and is_cpu:
-        missing.append("oneDNN's products, which are not available here")
+    missing = [
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in recorded
+        if value not in (None, getattr(used, name)) and (name != "dropout_kernel" or has_dropout)
+    ]
     return [
-        f"the checkpoint was trained with {what}: training goes on without, not bit for bit as if it had not stopped"
+        f"the checkpoint was trained with {what}, which is not available here (native operators: {status().text}): "
+        "training goes on without, not bit for bit as if it had not stopped"
         for what in missing
     ]

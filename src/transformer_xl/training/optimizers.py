@@ -24,6 +24,7 @@ Optimizers = tuple[torch.optim.Optimizer, ...]
 # Coefficients of the three Newton-Schulz iterations that orthogonalize updates: the best odd polynomials of degree 5
 # for singular values of 0.01 to 1, computed as in Polar Express (Amsel et al. 2025). All of them become 0.73 to 1.27.
 _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+_MUON_MOMENTUM = 0.95
 _EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their parameters
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 
@@ -180,7 +181,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {
             "lr": config.learning_rate,
             "lr_ratio": config.muon_learning_rate_ratio,
-            "momentum": config.muon_momentum,
+            "momentum": _MUON_MOMENTUM,
             "weight_decay": config.weight_decay,
         }
         super().__init__(groups, defaults)

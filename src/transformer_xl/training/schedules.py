@@ -1,6 +1,6 @@
-"""Schedules of the learning rate and of the segment and memory lengths.
+"""Schedules of the learning rate, and random segment lengths.
 
-All depend only on the step and the settings, so a resumed run needs no additional state.
+Both depend only on the step and the settings, so a resumed run needs no additional state.
 """
 
 from __future__ import annotations
@@ -73,18 +73,3 @@ def random_length(step: int, config: TrainConfig) -> int:
     choice, draw = (((int(bits) >> 12) + 0.5) / 2**52 for bits in state)  # between 0 and 1, both exclusive
     mean = config.segment_length / (2 if choice < _HALF_LENGTH_PROBABILITY else 1)
     return max(_MIN_LENGTH, int(NormalDist(mean, _LENGTH_STD).inv_cdf(draw)))
-
-
-def num_halvings(step: int, config: TrainConfig) -> int:
-    """Return how many times segment and memory lengths are halved for a segment that begins at a step.
-
-    The segment warm-up has stages with equal numbers of steps; segments of a stage are twice as long as those of the
-    stage before (a curriculum over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
-
-    Args:
-        step: index of the step, from 0.
-        config: settings of training.
-    """
-    if step >= config.segment_warmup_steps:
-        return 0
-    return config.num_doublings - step * config.num_doublings // config.segment_warmup_steps

@@ -35,7 +35,7 @@ from transformer_xl.ops.dropout import dropout_kernel
 from transformer_xl.ops.linear import matmul_library
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
-from transformer_xl.training.batches import BatchPosition, StepBatch, read_batch, trained_targets
+from transformer_xl.training.batches import StepBatch, read_batch, trained_targets
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import (
     SINGLE_PROCESS,
@@ -149,7 +149,8 @@ class Stepper:
         # after wrapping, which shards the weights
         self.optimizers = build_optimizers(model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)
-        self.position = BatchPosition(0, DatasetPosition())
+        self.num_steps, self.position = 0, DatasetPosition()
+        """Number of steps done, and the segment of the next one."""
         self.micro_batches = micro_batches(dataset.local_batch_size, config, world.size)
         """The batch rows of each micro-batch."""
         self.memories = self.initial_memories()
@@ -171,23 +172,20 @@ class Stepper:
             What `train_on` returns, and the number of tokens of all processes, estimated from the batch rows of this
             one without communication.
         """
-        step = self.position.step
-        batch = self.next_batch()
+        step, batch = self.num_steps, self.next_batch()
         set_step_rates(self.optimizers, step, self.config, batch.learning_rate_ratio)
         sums = self.train_on(batch.batch, done=step / self.config.max_steps)
         if self.weight_average is not None:
-            self.weight_average.update(batch.next.step)
+            self.weight_average.update(self.num_steps)
         num_tokens = int(batch.batch.loss_mask_BT.sum())
         return sums, round(num_tokens * self.config.batch_size / self.dataset.local_batch_size)
 
     def next_batch(self) -> StepBatch:
         """Read the batch at the position, and move on; memory is empty at the beginning of an epoch."""
-        batch = read_batch(self.dataset, self.position, self.config, self.world)
+        batch = read_batch(self.dataset, self.position, self.num_steps, self.config, self.world)
         if batch.batch.is_first:
             self.memories = self.initial_memories()
-        if self.memories[0].length != batch.memory_length:
-            self.memories = tuple(memory.resized(batch.memory_length) for memory in self.memories)
-        self.position = batch.next
+        self.num_steps, self.position = self.num_steps + 1, batch.next
         return batch
 
     def train_on(self, batch: Batch, *, done: float = 0.0) -> Tensor:
@@ -238,14 +236,13 @@ class Stepper:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position by the names of `BatchPosition`, what the training computes with, and tensors by name.
+        """Return the position in the text, what the training computes with, and tensors by name.
 
         Of a tensor that is divided among the processes, it is the shard of this one.
         """
         state: dict[str, Any] = {
-            "step": self.position.step,
-            "position": self.position.segment,
-            "part": self.position.part,
+            "step": self.num_steps,
+            "position": self.position,
             "numerics": self.numerics,
             "num_processes": self.world.size,
             "batch_size": self.config.batch_size,
@@ -307,24 +304,24 @@ class Stepper:
             warnings.append(
                 f"the batch size changed from {old} to {new}: memory starts empty, at about the same position"
             )
-        self.position = BatchPosition(state["step"], position, state["part"] if old == new else 0)
         if position.segment_index >= self.dataset.segments_in(position.epoch):  # possible with another batch size
-            self.position = BatchPosition(state["step"], DatasetPosition(epoch=position.epoch + 1))
+            position = DatasetPosition(epoch=position.epoch + 1)
+        self.num_steps, self.position = state["step"], position
         recorded: Numerics = state["numerics"]
         self.use(choose_numerics(self._kernel_setting, self.device, self.config.dtype, self.world, recorded))
-        warnings += differences(recorded, self.numerics, self.model, self.device)
+        warnings += differences(recorded, self.numerics, self.model)
         if state["num_processes"] == self.world.size:
             set_random_state(_without_prefix(f"random/{self.world.rank}", state), self.device)
         else:
-            self.world.seed(self.config.seed, self.position.step)
+            self.world.seed(self.config.seed, self.num_steps)
             before = "1 process" if state["num_processes"] == 1 else f"{state['num_processes']} processes"
             now = "is 1" if self.world.size == 1 else f"are {self.world.size}"
             warnings.append(f"the checkpoint was written by {before}, now there {now}: dropout masks will differ")
         return warnings
 
     def _memory(self) -> Memory:
-        """Return the memory of all batch rows of this process, at full length in each stage of the segment warm-up."""
-        return Memory.concatenate(self.memories).resized(self.config.memory_length)
+        """Return the memory of all batch rows of this process."""
+        return Memory.concatenate(self.memories)
 
 
 def micro_batches(local_batch_size: int, config: TrainConfig, num_processes: int) -> list[range]:

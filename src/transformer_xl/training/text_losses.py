@@ -88,20 +88,16 @@ def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None
     # with the settings and the memory length of the new run, so that the weights alone differ
     start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
     texts = [("new", corpus)]
-    unknown = "what was lost on the base's own text is unknown"
-    if base.config.corpus is None:
-        note(f"{unknown}: {base.path} does not record it", log)
-    elif old_of_V is not None:
-        note(f"{unknown}, as it has the tokens of another tokenizer", log)
-    else:
-        try:
-            old = base.open_corpus()
-            if base.config.corpus.train_sha256 != old.record.splits["train"].sha256:
-                raise UserError(f"{old.path} has another text now")
-            if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
-                texts.append(("old", old))
-        except UserError as error:
-            note(f"{unknown}: {error}", log)
+    try:
+        if old_of_V is not None:
+            raise UserError("it has the tokens of another tokenizer")
+        old, recorded = base.open_corpus(), base.config.corpus
+        if recorded is not None and recorded.train_sha256 != old.record.splits["train"].sha256:
+            raise UserError(f"{old.path} has another text now")
+        if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
+            texts.append(("old", old))
+    except UserError as error:
+        note(f"what was lost on the base's own text is unknown: {error}", log)
     losses: list[TextLoss] = []
     for name, text in texts:
         split = next((split for split in ("test", "valid") if split in text.splits), None)

@@ -68,11 +68,11 @@ FirstWeights = Callable[[RunConfig, Corpus], Mapping[str, Tensor]]
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("embedding_learning_rate_ratio", "average_learning_rate"),
-    *("beta1", "beta2", "muon_momentum", "muon_learning_rate_ratio", "weight_decay", "max_grad_norm", "ema_decay"),
+    *("beta1", "beta2", "muon_learning_rate_ratio", "weight_decay", "max_grad_norm", "ema_decay"),
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
-_STEP_COUNTS = ("warmup_steps", "decay_steps", "segment_warmup_steps", "average_start_step")
+_STEP_COUNTS = ("warmup_steps", "decay_steps", "average_start_step")
 _MAX_STOP_SIGNALS = 3  # that let training save and end; the next one ends it at once
 _MAX_RECIPE_L2 = 0.01  # a weight decay above it is meant for adamw or muon
 
@@ -329,16 +329,6 @@ def start_run(
             raise UserError(
                 f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
                 "choose another --run"
-            )
-        if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
-            note("train.parallelism fsdp has no effect with one process", log)
-        window = checked.evaluation.attention_window
-        if window is not None and window < checked.train.segment_length + checked.train.memory_length:
-            note(
-                f"evaluation attends to {window:,} tokens, fewer than training with segments of "
-                f"{checked.train.segment_length:,} and memory of {checked.train.memory_length:,}; "
-                "--evaluation.attention-window none removes that limit",
-                log,
             )
     restarted = world.any(exists)
     weights = None if first_weights is None or restarted else first_weights(checked, corpus)

@@ -158,7 +158,7 @@ class Trainer:
             earlier = trained_config(path) or RunFolder.open(folder.path).config
         origin = {"numerics": record.numerics, "num_processes": record.num_processes, "batch_size": batch_size}
         warnings = stepper.load_state_dict({**dict(self.state), **tensors, **origin})
-        self._update_state(position=stepper.position.segment, part=stepper.position.part)
+        self._update_state(position=stepper.position)
         self._restore_best_loss()
         # config.yaml is written with the next checkpoint, when training had the new settings
         self.folder = replace(folder, config=folder.config.changed_from(earlier, self.state.step))
@@ -226,9 +226,8 @@ class Trainer:
         sums, num_tokens = self.stepper.step()
         # fetched only after this step is queued, so that the device never waits for the host
         self._fetch_sums()
-        position = self.stepper.position
-        self._pending = position.step, sums
-        self._update_state(step=position.step, position=position.segment, part=position.part)
+        self._pending = self.stepper.num_steps, sums
+        self._update_state(step=self.stepper.num_steps, position=self.stepper.position)
         self._call("on_step", num_tokens)
 
     def _fetch_sums(self) -> None:

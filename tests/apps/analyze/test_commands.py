@@ -209,7 +209,7 @@ REFUSED = {
         ("{}/xl {}/xl", "two runs are called xl, .*: NAME=RUN"),
         ("a={}/xl a={}/learned", "two runs are called a"),
         ("={}/xl", "must be the folder of a run, or NAME=RUN"),
-        ("{}/corpus", "a corpus, not a run"),
+        ("{}/corpus", "not the folder of a run"),
         ("{}/xl {}/other", r"other has another tokenizer than .*xl \(char, .*\); give runs with the same"),
         ("{}/xl {}/empty " + CONTEXT, "empty has no weights yet"),
         ("{}/xl --split tset", r"has no split 'tset' \(did you mean 'test'\?\)"),

@@ -37,7 +37,7 @@ from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.evaluation.with_memory import memory_slots
-from transformer_xl.inference import InferenceModel, prepare_inference
+from transformer_xl.inference import InferenceModel, prepare_inference, require_reading_memory
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run import load_run
@@ -135,10 +135,9 @@ class GroupModel:
 
     def _empty_memory(self, batch_size: int, num_inputs: int) -> Memory:
         """Return an empty memory with the plan's limits, but no more slots than `num_inputs` tokens can fill."""
-        model, plan, task = self._inference, self.plan, f"a context of {num_inputs:,} tokens"
-        num_slots, num_new = memory_slots(model, num_inputs, plan), min(num_inputs, plan.num_inputs)
-        advice = "lower max_context or memory_length"
-        plan.require_memory(task, model, num_rows=batch_size, num_new=num_new, num_slots=num_slots, advice=advice)
+        model, plan = self._inference, self.plan
+        num_slots, advice = memory_slots(model, num_inputs, plan), "lower max_context or memory_length"
+        require_reading_memory(model, "the analysis", num_rows=batch_size, num_slots=num_slots, advice=advice)
         return model.initial_memory(batch_size, replace(plan.context_limits, memory_length=num_slots))
 
     def _batch_size(self, num_inputs: int) -> int:

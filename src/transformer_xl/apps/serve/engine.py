@@ -35,6 +35,7 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
+from transformer_xl.inference import require_reading_memory
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader
 
@@ -88,9 +89,7 @@ class Engine:
         """Called in the thread when it dies."""
         for served in self.models.values():
             slots, advice = served.generation_slots(served.max_memory_length), "lower --max-batch or --memory-length"
-            served.plan.require_memory(
-                "serving", served.inference, num_rows=max_rows, num_new=1, num_slots=slots, advice=advice
-            )
+            require_reading_memory(served.inference, "serving", num_rows=max_rows, num_slots=slots, advice=advice)
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False

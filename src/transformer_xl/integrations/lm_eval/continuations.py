@@ -15,11 +15,12 @@ from itertools import chain
 import torch
 
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.inference import InferenceModel
+from transformer_xl.inference import InferenceModel, require_reading_memory
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader
 
 _KEYS_PER_STEP = 4096  # keys of all batch rows: enough to keep the device busy
+_ADVICE = "lower memory_length or batch_size"  # where the memory does not fit
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,8 @@ def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> 
     Raises:
         UserError: it certainly does not fit on the device.
     """
-    plan.require_memory(
-        "the evaluation",
-        model,
-        num_rows=num_rows,
-        num_new=plan.segment_length,
-        num_slots=plan.context_limits.memory_length,
-        advice="lower memory_length or batch_size",
-    )
+    num_slots = plan.context_limits.memory_length
+    require_reading_memory(model, "evaluation", num_rows=num_rows, num_slots=num_slots, advice=_ADVICE)
     return model.generation_memory(num_rows, plan.context_limits, segment_length=plan.segment_length)
 
 

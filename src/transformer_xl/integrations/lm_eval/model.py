@@ -93,7 +93,7 @@ class TxlLM(TemplateLM):
         device = "auto" if device in (None, "cuda:0") else device
         self.run = run if isinstance(run, Run) else load(run, device=device, checkpoint=checkpoint)
         with_memory = self.config.model_copy(update={"method": "memory"})
-        self.plan = EvaluationPlan.resolve(self.run.config, with_memory, memory_lengths=self.run.memory_lengths)
+        self.plan = EvaluationPlan.of_run(self.run, with_memory)
         self.plan.refuse_extended_context("lm_eval")
         self._inference = self.run.inference(self.plan.dtype)
 
@@ -104,7 +104,7 @@ class TxlLM(TemplateLM):
             "model_num_parameters": self.run.model.num_parameters(),
             "windows": self.windows,
             "weights": weights.used.describe() if weights else None,
-            "evaluation": self.plan.as_dict(self._inference.device),
+            "evaluation": self.plan.as_dict(),
         }
 
     @property
