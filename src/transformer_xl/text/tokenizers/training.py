@@ -7,7 +7,6 @@ of first occurrence, so the tokenizer does not depend on the number of processes
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +18,9 @@ from typing import TypeVar
 import numpy as np
 
 from transformer_xl.config import UserError
-from transformer_xl.files import read_bytes
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
+from transformer_xl.text.sources.archives import read_text_file
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
@@ -144,7 +143,7 @@ _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     """Read the words of a file, one per line, and their counts if all lines have counts in descending order."""
-    content = read_bytes(Path(file)).removeprefix(codecs.BOM_UTF8)
+    content = read_text_file(Path(file))
     with document_errors(file):
         decode_utf8(content)
     lines = [line.split() for line in content.splitlines() if line.strip()]
