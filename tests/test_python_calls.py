@@ -144,7 +144,7 @@ WRONG_CALLS = {  # what the message must say: a call
     "the text is of type int (5); give str or bytes": lambda run, corpus, path: score(run, [5]),
     "texts is of type NoneType; give a text": lambda run, corpus, path: score(run, None),
     "the text is of type int (6); give str or bytes": lambda run, corpus, path: prepare(documents=["a", 6], out=path),
-    "seed is of type bool (True); give an integer": lambda run, corpus, path: prepare(
+    "seed: Input should be a valid integer (given: True": lambda run, corpus, path: prepare(
         documents=["a"], out=path, seed=True
     ),
     "num_workers is of type bool (True)": lambda run, corpus, path: prepare(
@@ -175,11 +175,12 @@ WRONG_CALLS = {  # what the message must say: a call
     "tokenizer is of type Run; give a kind": lambda run, corpus, path: prepare(
         documents=["a"], out=path, tokenizer=run
     ),
-    "seed is of type float (1.5)": lambda run, corpus, path: prepare(documents=["a"], out=path, seed=1.5),
-    "include is of type int (5)": lambda run, corpus, path: prepare("a", path, include=5),
-    "exclude is of type int (5)": lambda run, corpus, path: prepare("a", path, exclude=[5]),
-    "encoding is of type bytes": lambda run, corpus, path: prepare("a", path, encoding=b"utf-8"),
-    "valid_fraction is of type str ('a')": lambda run, corpus, path: prepare(
+    "seed: Input should be a valid integer, got a number": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, seed=1.5
+    ),
+    "include: Input should be a valid tuple (given: 5)": lambda run, corpus, path: prepare("a", path, include=5),
+    "exclude.0: Input should be a valid string (given: 5)": lambda run, corpus, path: prepare("a", path, exclude=[5]),
+    "valid_fraction: Input should be a valid number": lambda run, corpus, path: prepare(
         documents=["a"], out=path, valid_fraction="a"
     ),
     "top_k -3: must be 1 or more": lambda run, corpus, path: GenerationConfig(top_k=-3),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings, whole_number
 from transformer_xl.generation.generation_config import GenerationConfig
+from transformer_xl.text.text_config import TextConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 _Checked = TypeVar("_Checked", bound=Settings)
@@ -73,6 +75,7 @@ TrainFlags = optional_flags("train", TrainConfig.model_fields)
 EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields)
 GenerationFlags = optional_flags("generation", GenerationConfig.model_fields)
 ScoreFlags = optional_flags("score", EvaluationConfig.model_fields, "method", "dynamic")
+TextFlags = optional_flags("text", TextConfig.model_fields)
 TokenizerFlags = optional_flags(
     "tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback"
 )
@@ -104,4 +107,25 @@ def check_flags(kind: type[_Checked], flags: BaseModel | None) -> _Checked:
     Raises:
         UserError: a value is out of range.
     """
-    return check_settings(kind, given_settings(flags=flags).get("flags", {}), flags="--")
+    return check_settings(kind, given_settings(flags=flags).get("flags", {}))
+
+
+def name_flags(message: str, flags: Iterable[str]) -> str:
+    """Return a message of the library in which settings have the names of the flags that give them.
+
+    The library writes a setting as its name (`memory_length`, `train.batch_size`), with `=` before its value
+    (`seed=2`), and with a colon where something is wrong with it (`seed: must be an integer`).
+
+    Args:
+        message: the message.
+        flags: the flags of the command that was typed.
+    """
+    known = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+
+    def typed(match: re.Match[str]) -> str:
+        name, mark = match.groups()
+        if name not in known or not (mark or "_" in name or "." in name):  # a word such as seed may be only a word
+            return match[0]
+        return known[name] + (" " if mark == "=" else mark)
+
+    return re.sub(r"(?<![\w./'-])([a-z]\w*(?:\.[a-z]\w*)*)(=|:(?= )|(?![\w./'(-]))", typed, message)

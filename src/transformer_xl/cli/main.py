@@ -103,8 +103,9 @@ def run(arguments: list[str]) -> int:
     """
     if arguments[:1] == ["help"]:  # as in git: txl help train
         arguments = [*arguments[1:], "--help"]
+    app = build_app()
     try:
-        status = build_app()(arguments, exit_on_error=False, print_error=False)
+        status = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
@@ -119,9 +120,12 @@ def run(arguments: list[str]) -> int:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
+        from transformer_xl.cli.flags import name_flags
         from transformer_xl.cli.output import printable
 
-        print(f"txl: error: {printable(message)}", file=sys.stderr)
+        command = app.parse_commands(arguments)[1][-1]
+        flags = [name for argument in command.assemble_argument_collection() for name in argument.names]
+        print(f"txl: error: {printable(name_flags(message, flags))}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2

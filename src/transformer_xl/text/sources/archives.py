@@ -19,20 +19,12 @@ from typing import IO, cast
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_folder
+from transformer_xl.text.text_config import BINARY
 
 CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
-BINARY = "binary"
-"""The encoding of files whose bytes are used as they are."""
 BYTE_ORDER_MARK = "\ufeff"
 """A character at the start of a file that tells its encoding, and is no part of its text."""
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, with whose mark it begins
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 # A RuntimeError is raised for an encrypted member of a zip archive, and for an unsupported compression.
@@ -127,11 +119,6 @@ class FileRange:
         """Whether a part of the text can be read without what is before it in the file."""
         return not self.is_compressed and self.encoding == BINARY
 
-    @property
-    def known_num_bytes(self) -> int:
-        """Length in bytes, or 0 if computing it would require reading the file."""
-        return self.size() if self.is_seekable or self.stop is not None else 0
-
     def __iter__(self) -> Generator[bytes]:
         """Read the chunks.
 
@@ -225,7 +212,7 @@ class NotTextError(UserError):
 
 def _not_text(name: str, encoding: str, reason: str) -> NotTextError:
     """Return the error for a file that cannot be decoded."""
-    advice = f"--encoding NAME (such as latin-1 or utf-16), or --encoding {BINARY} to take its bytes as they are"
+    advice = f"encoding=NAME (such as latin-1 or utf-16), or encoding={BINARY} to take its bytes as they are"
     return NotTextError(f"{name}: not text in {encoding}: {reason}; leave it out, or give {advice}", reason)
 
 
@@ -239,12 +226,6 @@ def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
     num_read, at_start, is_last = 0, True, False
     while not is_last:
         content = file.read(CHUNK_BYTES)
-        if not num_read:
-            # UTF-16 and UTF-32 refuse the marks of others; most other encodings would take them for characters
-            marked = next((marked for mark, marked in _MARKS.items() if content.startswith(mark)), None)
-            is_unicode = encoding.lower().startswith("u") and encoding != "utf-8"
-            if marked not in (None, encoding) and not is_unicode:
-                raise _not_text(name, encoding, f"it begins with the byte order mark of {marked}")
         num_read, is_last = num_read + len(content), not content
         try:
             text = decoder.decode(content, final=is_last)

@@ -72,7 +72,7 @@ class NamedDataset(TextSource):
         splits: dict[SplitName, list[Document]] = {}
         for split, files in self.files.items():
             ranges = [replace(found[file.text], start=file.start, stop=file.stop) for file in files]
-            splits[split] = [Document(text.name, text, text.known_num_bytes) for text in ranges]
+            splits[split] = [Document(text.name, text, text.size()) for text in ranges]
         return replace(self, splits=splits, tokenizer=tokenizer)
 
 
