@@ -74,7 +74,7 @@ BAD_COMMANDS = [
     ("prepare text.txt --out=", "--out: the path is empty"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
     # files of a named data set
-    ("prepare ptb --data-dir gone", "--data-dir gone: no such file or folder; name the one that contains ptb"),
+    ("prepare ptb --data-dir gone", "reading gone: no such file or folder"),
     ("prepare ptb --data-dir folder", "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt,"),
     ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
     ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes, .*expected 5,101,618 .*; .* txl prepare --train FILE"),

@@ -114,7 +114,8 @@ def name_flags(message: str, flags: Iterable[str]) -> str:
     """Return a message of the library in which settings have the names of the flags that give them.
 
     The library writes a setting as its name (`memory_length`, `train.batch_size`), with `=` before its value
-    (`seed=2`), and with a colon where something is wrong with it (`seed: must be an integer`).
+    (`seed=2`), and with a colon where something is wrong with it (`seed: must be an integer`). In a message about a
+    YAML file, settings keep the names that they have there.
 
     Args:
         message: the message.
@@ -128,4 +129,6 @@ def name_flags(message: str, flags: Iterable[str]) -> str:
             return match[0]
         return known[name] + (" " if mark == "=" else mark)
 
+    if ".yaml" in message:
+        return message
     return re.sub(r"(?<![\w./'-])([a-z]\w*(?:\.[a-z]\w*)*)(=|:(?= )|(?![\w./'(-]))", typed, message)

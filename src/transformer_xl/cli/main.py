@@ -123,9 +123,12 @@ def run(arguments: list[str]) -> int:
         from transformer_xl.cli.flags import name_flags
         from transformer_xl.cli.output import printable
 
-        command = app.parse_commands(arguments)[1][-1]
-        flags = [name for argument in command.assemble_argument_collection() for name in argument.names]
-        print(f"txl: error: {printable(name_flags(message, flags))}", file=sys.stderr)
+        if not isinstance(error, CycloptsError):  # an error of the library, which names settings
+            command = app.parse_commands(arguments)[1][-1]
+            message = name_flags(
+                message, [name for flag in command.assemble_argument_collection() for name in flag.names]
+            )
+        print(f"txl: error: {printable(message)}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2

@@ -300,15 +300,10 @@ def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Pa
 def _read_record(path: Path) -> CorpusRecord:
     file = path / "corpus.json"
     if not file.exists():
-        if not path.exists():
-            problem = f"no corpus at {path}"
-        elif not path.is_dir():
-            problem = f"{path} is a file, expected the folder of a corpus"
-        elif (path / "config.yaml").exists():
-            problem = f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on"
-        else:
-            problem = f"{path} is not a corpus (it has no corpus.json)"
-        raise UserError(f"{problem}; 'txl prepare FILES --out DIR' creates one")
+        advice = "; its config.yaml names the corpus it was trained on" if (path / "config.yaml").exists() else ""
+        raise UserError(
+            f"no corpus at {path}, which has no corpus.json{advice}; 'txl prepare FILES --out DIR' creates a corpus"
+        )
     values = read_json_object(file)
     if (values.get("format"), values.get("version")) != (_FORMAT, _VERSION):
         raise UserError(

@@ -130,8 +130,8 @@ class IntegerTokenizer(Tokenizer):
             and midi.keys() == {"settings", "tokens"}
             and isinstance(midi["settings"], dict)
             and isinstance(midi["tokens"], list)
+            and len(midi["tokens"]) == num_values
+            and all(isinstance(token, str) for token in midi["tokens"])
         ):
-            raise ValueError("its description of MIDI tokens has no settings or no tokens")
-        if len(midi["tokens"]) != num_values or not all(isinstance(token, str) for token in midi["tokens"]):
-            raise ValueError(f"it has {len(midi['tokens'])} MIDI tokens for {num_values} integers, or no names of them")
+            raise ValueError(f"its description of MIDI tokens is not one of settings and {num_values} names")
         return cls(num_values, add_eos, json.dumps(midi, sort_keys=True))
