@@ -81,7 +81,7 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 BAD_COMMANDS = [
     # names that do not exist
     ("trian", r"no command 'trian' \(did you mean 'train'\?\); the commands are demo, .*, info; --help"),
-    ("--verion", "no option --verion .*'--version'"),
+    ("--verion", "no command '--verion'; the commands are demo"),
     (f"{TRAIN} --train.max-stepz 5", r"no option --train.max-stepz. Did you mean --train.max-steps\?"),
     (f"{TRAIN} --batch 5", r"Did you mean --train.batch-size or --evaluation.batch-size\?"),
     (f"{TRAIN} --lr 5", "Did you mean --train.learning-rate"),
@@ -89,7 +89,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.lr=5", r"Did you mean --train.learning-rate\?"),
     (f"{TRAIN} --model.memory_length=5", "Did you mean --train.memory-length"),
     (f"{TRAIN} --n-layer 5", r"Did you mean --model.n-layers\?"),
-    (f"{TRAIN} --epochs 5", "no option --epochs: training is counted in steps .*; give --train.max-steps"),
+    (f"{TRAIN} --epochs 5", r"no option --epochs. Did you mean --train.max-epochs\?"),
     ("convert run -- new --json", "--json stands after --, which ends the options"),
     ("evaluate run --mem-len 5", r"Did you mean --memory-length\?"),
     ("generate run --max-length 5", r"Did you mean --max-new-tokens\?"),
@@ -115,9 +115,9 @@ BAD_COMMANDS = [
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     ("recipes nope", "no recipe 'nope'; 'txl recipes' lists them"),
-    ("info run nope", 'Unexpected "nope". Expected an option .*; --help'),
-    ("generate run --logprobs 5000", r'Unexpected "5000"\. Expected an option \(flags take no value\)'),
-    (f"{TRAIN} --model.qk-norm false", r'"false"\. .* no value; to turn one off write --FLAG=false\);'),
+    ("info run nope", "nope.*; --help"),
+    ("generate run --logprobs 5000", "5000.*; --help"),
+    (f"{TRAIN} --model.qk-norm false", '"false": flags take no value, but for --FLAG=false;'),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
     ("train --corpus run", "no corpus at run, .*; its config.yaml names .*; 'txl prepare .* creates a corpus"),

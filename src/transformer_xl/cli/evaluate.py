@@ -123,11 +123,12 @@ def evaluate(
 
 def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str | None) -> list[EvaluationConfig]:
     """Return the settings of each evaluation: one for each length of a sweep, or only `config` without a sweep."""
-    for name, sweep in (("memory-length", memory_lengths), ("attention-window", windows)):
-        if sweep is not None and name.replace("-", "_") in config.model_fields_set:
-            raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
-    if memory_lengths is not None and windows is not None:
-        raise UserError("--sweep-memory-length and --sweep-attention-window were both given; use one of them")
+    sweeps = {"memory_length": memory_lengths, "attention_window": windows}
+    given = [name for name, sweep in sweeps.items() if sweep is not None]
+    if len(given) > 1 or config.model_fields_set & set(given):
+        raise UserError(
+            "give one of --sweep-memory-length and --sweep-attention-window, and not the setting that it sweeps"
+        )
     if memory_lengths is not None:
         lengths = parse_integers("--sweep-memory-length", memory_lengths, minimum=0)
         return [config.model_copy(update={"memory_length": length}) for length in lengths]

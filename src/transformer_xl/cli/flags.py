@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,7 +12,15 @@ from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
-from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings, whole_number
+from transformer_xl.config import (
+    ARCHITECTURES,
+    OTHER_NAMES,
+    EvaluationConfig,
+    Settings,
+    TrainConfig,
+    check_settings,
+    whole_number,
+)
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.text.text_config import TextConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
@@ -131,4 +140,26 @@ def name_flags(message: str, flags: Iterable[str]) -> str:
 
     if ".yaml" in message:
         return message
-    return re.sub(r"(?<![\w./'-])([a-z]\w*(?:\.[a-z]\w*)*)(=|:(?= )|(?![\w./'(-]))", typed, message)
+    return re.sub(r"(?<![\w./'-])([a-z]\w*(?:\.[a-z]\w*)*)(?:\.\d+)?(=|:(?= )|(?![\w./'(-]))", typed, message)
+
+
+def unknown_flag(flag: str, known: Sequence[str]) -> str:
+    """Return the message on an unknown flag, with the flags that may be meant, of all groups of settings.
+
+    Args:
+        flag: what was typed, such as `--lr`.
+        known: the flags of the command, such as `--train.learning-rate`.
+    """
+    typed = flag.split("=")[0].replace("_", "-").lower()
+    if typed in known:
+        return f"{flag} stands after --, which ends the options; write options before it"
+    flags = [option for option in dict.fromkeys(known) if option.startswith("--") and "*" not in option]
+    name = typed.lstrip("-").rpartition(".")[2]
+    ends = {option: option.removeprefix("--").rpartition(".")[2] for option in flags}
+    meant = [option for option in flags if ends[option] in (name, OTHER_NAMES.get(name))]
+    meant = [option for option in meant if option.startswith(typed.removesuffix(name))] or meant  # in the same group
+    if not meant:  # a typing error, in the whole flag where its group was given; or the beginning of a flag
+        close = get_close_matches(name, ends.values(), n=1, cutoff=0.7)
+        meant = get_close_matches(typed, flags, n=1) if "." in typed else [one for one in flags if ends[one] in close]
+        meant = meant or [option for option in flags if ends[option].startswith(name)]
+    return f"no option {flag}" + (f". Did you mean {' or '.join(meant[:3])}?" if meant else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,15 +111,12 @@ def _find_rate(
     """Print a learning rate for a training with these settings, and the command that trains with it."""
     from transformer_xl.run_folder import check_new_run
     from transformer_xl.training.find_rate import find_learning_rate
-    from transformer_xl.training.train import complete_settings, default_run, ignore
+    from transformer_xl.training.train import complete_settings, ignore
 
     # what `find_learning_rate` does not take but the printed command will be refused for
     complete_settings(recipe, corpus, settings, ignore)
     if run is not None:
         check_new_run(run)
-    elif (default := default_run(corpus, recipe)).exists():
-        numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
-        run = next(path for path in numbered if not path.exists())
     given = {group: settings[group] for group in ("model", "train") if group in settings}
     result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
     words = ["txl", "train", recipe, "--corpus", str(corpus)]
