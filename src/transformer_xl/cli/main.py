@@ -101,6 +101,8 @@ def run(arguments: list[str]) -> int:
     Args:
         arguments: the command and its arguments, such as ["info", "runs/mine"].
     """
+    if arguments[:1] == ["help"]:  # as in git: txl help train
+        arguments = [*arguments[1:], "--help"]
     app = build_app()
     try:
         status = app(arguments, exit_on_error=False, print_error=False)

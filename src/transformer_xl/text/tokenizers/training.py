@@ -18,14 +18,13 @@ from typing import TypeVar
 import numpy as np
 
 from transformer_xl.config import UserError
-from transformer_xl.text.documents import Document
+from transformer_xl.text.documents import Document, TextChunk, text_chunks
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.sources.archives import read_text_file
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer, code_points
-from transformer_xl.text.tokenizers.chunking import ENCODE_CHUNK_BYTES, split_chunks
 from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, parse_integers
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
@@ -79,23 +78,12 @@ def _map_chunks(
         untrained: a tokenizer of the same kind and settings, whatever its vocabulary, which finds where to split.
         num_workers: number of worker processes.
     """
-    return ordered_map(partial(_call, function), _chunks(documents, untrained), workers=num_workers)
+    return ordered_map(partial(_call, function), text_chunks(untrained, documents), workers=num_workers)
 
 
-def _chunks(documents: Iterable[Document], untrained: Tokenizer) -> Iterator[tuple[str, int, bytes]]:
-    """Yield the name of the document, the byte offset in the document, and the text of each chunk."""
-    for document in documents:
-        position = 0
-        with document_errors(document.name):
-            for text in split_chunks(untrained, document.chunks, ENCODE_CHUNK_BYTES):
-                yield document.name, position, text
-                position += len(text)
-
-
-def _call(function: Callable[[bytes], Result], chunk: tuple[str, int, bytes]) -> Result:
-    document_name, position, text = chunk
-    with document_errors(document_name, position):
-        return function(text)
+def _call(function: Callable[[bytes], Result], chunk: TextChunk) -> Result:
+    with document_errors(chunk.document_name, chunk.position):
+        return function(chunk.text)
 
 
 def _pre_tokenizer(config: TokenizerConfig) -> PreTokenizer:
