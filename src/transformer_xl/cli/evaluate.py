@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_memory_length, say_weights
+from transformer_xl.cli.output import load_run, perplexity_titles, print_json, print_table, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
@@ -69,7 +69,6 @@ def evaluate(
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.with_memory import suggested_batch_size
-    from transformer_xl.run import load_run
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
@@ -78,12 +77,7 @@ def evaluate(
     text = opened_corpus.split(split, verify=True)
     needs_train_split = EvaluationPlan.resolve(folder.config, configs[0]).needs_train_split
     train_split = opened_corpus.split("train", verify=True) if needs_train_split else None
-    loaded = load_run(folder, device, checkpoint)
-    if int8:
-        from transformer_xl.integrations.int8 import to_int8
-
-        loaded = to_int8(loaded)
-    say_weights(loaded.weights)
+    loaded = load_run(run, device, checkpoint, int8=int8)
     lengths = loaded.memory_lengths
     plans = [EvaluationPlan.resolve(folder.config, config, memory_lengths=lengths) for config in configs]
     say_memory_length(loaded, plans[0])

@@ -83,7 +83,7 @@ def write_corpus(
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
             f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; set "
-            "--add-eos, or --document-unit file"
+            "add_eos=true, or document_unit=file"
         )
     assert max_shard_tokens > 0
     splits = {split: splits[split] for split in SPLITS if split in splits}

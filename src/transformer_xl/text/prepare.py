@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from transformer_xl.config import UserError, check_settings, check_type, checked_names, nearest
+from transformer_xl.config import UserError, check_settings, check_type, checked_names
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
@@ -228,15 +228,11 @@ def find_text(
     config = config or TextConfig()
     split_paths = {split: files for split, files in (splits or {}).items() if files}
     dataset = _dataset(paths)
-    if bool(paths) + bool(split_paths) + (documents is not None) != 1 or (split_paths and "train" not in split_paths):
+    ways = [bool(paths), bool(split_paths), documents is not None]
+    if sum(ways) != 1 or (split_paths and "train" not in split_paths) or (dataset and len(paths) > 1):
         raise UserError(
-            "give the text in one way: files and folders to split, a data set "
-            f"({', '.join(DATASET_NAMES)}), train=FILE with valid and test, or documents in memory"
-        )
-    if dataset and len(paths) > 1:
-        raise UserError(
-            f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
-            f"others, or write ./{dataset} for a file of that name"
+            f"give the text in one way: files and folders to split, a data set ({', '.join(DATASET_NAMES)}; a file of "
+            "that name is ./NAME), train=FILE with valid and test, or documents in memory"
         )
     _refuse_unused(config, dataset, documents, split_paths, codec, data_dir)
     if dataset == PYTHON_STDLIB:
@@ -255,10 +251,8 @@ def find_text(
         name = name_of_paths(split_paths["train"])
     elif isinstance(documents, Mapping):
         in_memory = cast("Mapping[SplitName, Texts]", documents)
-        if unknown := [split for split in in_memory if split not in SPLITS]:
-            raise UserError(f"documents has no split '{unknown[0]}'{nearest(unknown[0], SPLITS)}; give {SPLITS}")
-        if "train" not in in_memory:
-            raise UserError("documents has no split 'train'; add it")
+        if not {"train"} <= set(in_memory) <= set(SPLITS):
+            raise UserError(f"documents has {', '.join(in_memory)}; give train, and valid and test if you have them")
         texts = {split: _in_memory(split_texts, f"{split} document") for split, split_texts in in_memory.items()}
     else:
         if documents is not None:

@@ -219,7 +219,7 @@ def test_words_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"the\n<unk>\n", r"words.txt: no word '<eos>'.*--no-add-eos"),
+        (b"the\n<unk>\n", r"words.txt: no word '<eos>'.*add_eos=false"),
         (b"the\n<eos>\n", r"words.txt: no word '<unk>'.*add it"),
         (b"<eos>\n<unk>\nthe\nthe 3\n", r"words.txt: it has the word 'the' twice"),
         (b"the\n\xff\n", r"words.txt: byte 4: not UTF-8 \(byte 0xff\)"),

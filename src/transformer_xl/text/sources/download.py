@@ -77,7 +77,7 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
                 return partial.replace(target)
     raise UserError(
         f"{file.name} ({file.digest}) cannot be downloaded [{'; '.join(failures)}]; try again later, or download it "
-        f"yourself into {folder}, or name the folder that contains it with --data-dir DIR; if the published file has "
+        f"yourself into {folder}, or name the folder that contains it with data_dir=DIR; if the published file has "
         f"changed, use its texts as your own: {OWN_FILES_COMMAND}"
     )
 

@@ -346,7 +346,7 @@ def decode_utf8(chunk: bytes) -> str:
     try:
         return chunk.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8 (byte 0x{chunk[error.start]:02x}); save it as UTF-8, or prepare it with --tokenizer byte"
+        reason = f"not UTF-8 (byte 0x{chunk[error.start]:02x}); save it as UTF-8, or prepare it with tokenizer=byte"
         raise EncodingError(error.start, reason) from None
 
 

@@ -51,7 +51,7 @@ def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCO
         yield bytes(buffer)
 
 
-_NO_SPACE = "no whitespace in 16 MiB, so this is probably not text; leave it out, or use --tokenizer byte"
+_NO_SPACE = "no whitespace in 16 MiB, so this is probably not text; leave it out, or use tokenizer=byte"
 _NO_NEWLINE = (
     "no newline in 16 MiB, nor whitespace at which this tokenizer can split the text; break the line, or leave it out"
 )

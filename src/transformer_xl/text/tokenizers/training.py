@@ -141,7 +141,7 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
         raise UserError(f"{file}: {error}; expected one word per line, special tokens included") from None
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
     if eos is not None and eos not in words:
-        raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give --no-add-eos")
+        raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give add_eos=false")
     if unk is not None:  # the file may have it in uppercase or lowercase
         unk = next((word for word in (unk, "<UNK>", "<unk>") if word in words), None)
         if unk is None:
