@@ -179,7 +179,7 @@ def test_weights_that_are_not_finite_are_refused(folder: Path, flags: str, monke
     run = load_run(RunFolder.open(folder / "bytes"), torch.device("cpu"))
     with torch.no_grad():
         next(run.model.parameters()).fill_(float("nan"))
-    monkeypatch.setattr(RunFolder, "load_run", lambda *_, **options: run)
+    monkeypatch.setattr("transformer_xl.run.load_run", lambda *_, **options: run)
     result = txl("generate", folder / "bytes", "--max-new-tokens", "5", *flags.split())
     assert (result.status, result.out) == (2, "")
     assert "not finite" in result.err

@@ -204,7 +204,7 @@ def test_documents_in_memory() -> None:
             prepare_corpus(out="new", documents=documents)
     with pytest.raises(UserError, match="give the text in one way"):
         prepare_corpus("text.txt", "new", documents=texts)
-    with pytest.raises(UserError, match="no document unit 'para'; known: file, line"):
+    with pytest.raises(UserError, match="document_unit: Input should be 'file' or 'line'"):
         prepare_corpus("text.txt", "new", document_unit=cast(Any, "para"))
     with pytest.raises(UserError, match="word is trained already; leave add_eos=False out"):
         prepare_corpus("text.txt", "new", tokenizer=corpus.tokenizer, add_eos=False)

@@ -14,7 +14,6 @@ from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import DEFAULT_RECIPE, load_recipe
 from transformer_xl.files import quoted
 from transformer_xl.progress import StageBars, note
-from transformer_xl.text.documents import DocumentUnit
 
 if TYPE_CHECKING:
     from transformer_xl.text.token_store import Corpus
@@ -30,7 +29,6 @@ def prepare(
     test: Files = None,
     text: Annotated[TextFlags | None, Parameter(name="*", negative=(), group="Text")] = None,
     tokenizer: str | None = None,
-    document_unit: DocumentUnit | None = None,
     data_dir: Path | None = None,
     settings: Annotated[TokenizerFlags | None, Parameter(name="*", group="Tokenizer")] = None,
     num_workers: Annotated[int | None, Integer] = None,
@@ -49,7 +47,6 @@ def prepare(
         tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a
             corpus or run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that
             of the data set, else byte]
-        document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
         data_dir: File or folder that has the files of the named data set. [default: download them]
         settings: How the tokenizer is trained.
         num_workers: Processes that encode. [default: one for each core]
@@ -61,7 +58,7 @@ def prepare(
     start, workers = time.perf_counter(), num_cores() if num_workers is None else num_workers
     given = given_settings(text=text, tokenizer=settings)
     options: dict[str, Any] = {**given.get("text", {}), **given.get("tokenizer", {})}
-    options |= {"tokenizer": tokenizer, "document_unit": document_unit, "data_dir": data_dir}
+    options |= {"tokenizer": tokenizer, "data_dir": data_dir}
     with StageBars() as bars:
         corpus = prepare_corpus(
             sources, out, train=train, valid=valid, test=test, **options, num_workers=workers, progress=bars

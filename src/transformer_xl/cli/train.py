@@ -67,18 +67,14 @@ def train(
     if recipe is None and resume is None:
         recipe = DEFAULT_RECIPE
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
-    if from_step is not None and resume is None:
-        raise UserError("--from is for a run that is resumed; give --resume RUN too, or leave it out")
+    if resume is None and (from_step is not None or base is not None):
+        raise UserError("--from and --base are for a run that is resumed; give --resume RUN too, or leave them out")
     if find_rate:
         if resume is not None:
             raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
-        if base is not None:
-            raise UserError("--base is for an adapter that is resumed, and --find-rate for a new run; leave one out")
         _find_rate(recipe or DEFAULT_RECIPE, _given_corpus(corpus), run, options, device_options, as_json=json)
         return 0
     options |= {**vars(device_options), "handle_signals": True}
-    if base is not None and resume is None:
-        raise UserError("--base is for an adapter that is resumed; give --resume RUN too, or leave it out")
     if resume is None:
         result = training.train(recipe, _given_corpus(corpus), run, **options)
     elif recipe or run:

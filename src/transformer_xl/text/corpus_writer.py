@@ -133,7 +133,7 @@ def _batches(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[list[tup
         num_bytes += len(chunk.text)
         if num_bytes >= _BATCH_BYTES:
             yield batch
-            batch, num_bytes = [], 0
+            batch, num_bytes = list[tuple[SplitName, TextChunk]](), 0
     if batch:
         yield batch
 

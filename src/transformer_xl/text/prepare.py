@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from transformer_xl.config import UserError, check_settings, check_type, checked_names
 from transformer_xl.files import check_is_new
@@ -130,8 +130,6 @@ def prepare(
         raise UserError("out: the path is empty; name a folder to create, or leave it out for corpora/NAME")
     if num_workers < 1:
         raise UserError(f"num_workers={num_workers}: must be 1 or more")
-    if document_unit not in (None, *(units := get_args(DocumentUnit))):
-        raise UserError(f"no document unit '{document_unit}'; known: {', '.join(units)}")
     text_config = check_settings(
         TextConfig,
         _given(
@@ -142,6 +140,7 @@ def prepare(
             include=[include] if isinstance(include, str) else include,
             exclude=[exclude] if isinstance(exclude, str) else exclude,
             encoding=encoding,
+            document_unit=document_unit,
         ),
     )
     settings = _given(

@@ -32,6 +32,8 @@ class TextConfig(Settings):
     encoding: str = "utf-8"
     """Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other files of a
     folder are left out."""
+    document_unit: Literal["file", "line"] | None = None
+    """Whether each file or each line is a document; if not set, that of the data set, else file."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
