@@ -259,7 +259,7 @@ def test_arrays_need_the_integer_tokenizer(tmp_path: Path) -> None:
         (["d/*.txt"], r"^'d/\*.txt' is no file, folder or pattern with text .*; check the spelling. Known data sets: "),
         (["pipe"], r"^'pipe' is no file, folder or pattern with text"),
         (["packed/b/c.zip"], r"^packed/b/c.zip is an archive; extract it first, or leave it out"),
-        (["packed/b"], r"^no file of packed/b is text: packed/b/c.zip \(an archive\); give encoding=NAME"),
+        (["packed/b"], r"^no file of packed/b is text: packed/b/c.zip \(an archive\); give their encoding"),
         (["empty.gz"], r"too short to split: 0 bytes .* leave train empty"),
         (["python-stdlib", "short"], r"give the text in one way: .*a file of that name is ./NAME"),
         (["x" * 300], "File name too long"),  # file systems allow 255 bytes
@@ -292,8 +292,8 @@ def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tm
     assert texts_of(source) == ["caf\u00e9\npacked\n".encode()]
     assert source.notes == (
         f"left out 6 of 8 files: none is text: {tmp_path}/a.png (byte 0 is 0x89), {tmp_path}/b.pyc (it has a NUL "
-        f"byte), {tmp_path}/c.txt (byte 3 is 0xe9) and 3 more; give encoding=NAME if they are text in another "
-        "encoding, binary to take any bytes",
+        f"byte), {tmp_path}/c.txt (byte 3 is 0xe9) and 3 more; give their encoding if they are text in another "
+        "one, binary to take any bytes",
     )
     assert find(splits={"train": [f"{tmp_path}/*.txt"]}).notes[0].startswith("train: left out 2 of 3 files")
     reasons = {

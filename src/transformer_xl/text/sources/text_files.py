@@ -206,7 +206,7 @@ def _not_read(skipped: Sequence[str], selection: FileSelection) -> str:
     """Return what these files are not, and what to do if they are."""
     if selection.codec is not None:
         return f"is {selection.codec.kind}: {_first_few(skipped)}"
-    advice = f"give encoding=NAME if they are text in another encoding, {BINARY} to take any bytes"
+    advice = f"give their encoding if they are text in another one, {BINARY} to take any bytes"
     return f"is text: {_first_few(skipped)}; {advice}"
 
 
