@@ -127,7 +127,7 @@ WRONG_CALLS = {  # what the message must say: a call
     "memory is of type int (3); give a memory": lambda run, corpus, path: generate(run, "a", memory=3),
     "the text is of type int (5); give str or bytes": lambda run, corpus, path: score(run, [5]),
     "the text is of type int (6); give str or bytes": lambda run, corpus, path: prepare(documents=["a", 6], out=path),
-    "seed is of type bool (True); give an integer": lambda run, corpus, path: prepare(
+    "seed: Input should be a valid integer (given: True": lambda run, corpus, path: prepare(
         documents=["a"], out=path, seed=True
     ),
     "documents is of type int (5); give texts": lambda run, corpus, path: prepare(documents=5, out=path),

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
     from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
     from transformer_xl.run import Run as Run, load as load, load_adapter as load_adapter, save as save
-    from transformer_xl.text.items import ItemColumns as ItemColumns
+    from transformer_xl.apps.surprisal.items import ItemColumns as ItemColumns
     from transformer_xl.text.prepare import prepare as prepare
     from transformer_xl.text.token_store import Corpus as Corpus
     from transformer_xl.training.callbacks import Callback as Callback
@@ -69,6 +69,7 @@ _NAMES = {
     "evaluation.plan": "EvaluationPlan",
     "evaluation.score": "TextScore score",
     "evaluation.stream": "ScoredTokens SurprisalStream",
+    "apps.surprisal.items": "ItemColumns",
     "apps.surprisal.surprisal": "SurprisalTable surprisal",
     "generation.beam_search": "beam_search",
     "generation.completion": "Completion",
@@ -81,7 +82,6 @@ _NAMES = {
     "model.memory": "ContextLimits Memory",
     "model.transformer_xl": "TransformerXL",
     "run": "Run load load_adapter save",
-    "text.items": "ItemColumns",
     "text.prepare": "prepare",
     "text.token_store": "Corpus",
     "training.callbacks": "Callback",

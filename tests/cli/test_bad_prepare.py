@@ -46,58 +46,49 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 # a command line of txl, and a pattern of the message; misspelled names are meant to be so
 BAD_COMMANDS = [
     # the text
-    ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
-    ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
-    ("prepare gone.txt", "'gone.txt' is neither a file nor a folder nor a known data set; .*: enwik8, text8, "),
-    ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
-    ("prepare nothing", r"the folder nothing contains no text \(hidden and empty files are ignored\); name another"),
-    ("prepare d/*.txt", r"error: no file with text matches the pattern 'd/\*.txt'; check"),
-    ("prepare --train d/*.txt", "--train: no file with text"),
-    ("prepare pipe", "pipe is not a regular file; write its text to a file and name that"),
-    ("prepare packed/c.zip", "packed/c.zip is an archive; extract it first, or leave it out"),
-    ("prepare packed", r"no file of packed is text: packed/c.zip \(an archive\); name another"),
-    ("prepare python-stdlib short.txt", "cannot be combined .* 2 sources were given; omit .* ./python-stdlib"),
-    (f"prepare {'x' * 300}", "File name too long"),  # file systems allow 255 bytes
-    ("prepare text.txt/x", "'text.txt/x' is neither"),
-    ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
+    ("prepare --out new", "give the text in one way: files and folders to split, a data set .*, --train FILE with"),
+    ("prepare python-stdlb", r"Known data sets: .* \(did you mean 'python-stdlib'\?\)"),
+    ("prepare gone.txt", "'gone.txt' is no file, folder or pattern with text .*: enwik8, text8, "),
+    ("prepare empty.txt", "'empty.txt' is no file, folder or pattern with text"),
+    ("prepare short.txt", "the text is too short to split: 3 bytes .* leave valid empty"),
     ("prepare truncated.gz", r"truncated.gz: .*damaged or truncated \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* has no text|train.*empty"),
-    ("prepare --valid text.txt", "--valid was given without --train"),
-    ("prepare text.txt --test text.txt", "both text to split .* and --test were given"),
-    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is out of range; must be 0 <= fraction < 1"),
-    ("prepare text.txt --valid-fraction nan", "--valid-fraction nan is out of range"),
-    ("prepare text.txt --valid-fraction -0.1", "--valid-fraction -0.1 is out of range"),
+    ("prepare --valid text.txt", "give the text in one way: .*--train FILE with valid"),
+    ("prepare text.txt --test text.txt", "give the text in one way"),
+    ("prepare text.txt --test-fraction 1", "--test-fraction: Input should be less than 1"),
+    ("prepare text.txt --valid-fraction nan", "--valid-fraction: Input should be"),
+    ("prepare text.txt --valid-fraction -0.1", "--valid-fraction: Input should be greater than or equal to 0"),
     ("prepare text.txt --valid-fraction 0.6 --test-fraction 0.4", "leave nothing to train on; their sum must be below"),
-    ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
-    ("prepare --train text.txt --test-fraction 0", "--test-fraction cannot change them; leave that out"),
-    ("prepare python-stdlib --seed 2 --split-method end", "fixed, so --split-method, --seed cannot change them"),
-    ("prepare text.txt --seed 1.5", 'Invalid value for --seed: unable to convert "1.5" into int'),
+    ("prepare ptb --test-fraction 0.1", "--test-fraction 0.1 cannot be used with the data set ptb; leave it out"),
+    ("prepare --train text.txt --test-fraction 0", "--test-fraction 0.0 cannot be used with these files; leave it out"),
+    ("prepare python-stdlib --seed 2", "--seed 2 cannot be used with the data set python-stdlib"),
+    ("prepare text.txt --seed 1.5", "--seed: Input should be a valid integer"),
     ("prepare text.txt --seed 2 --split-method end", "--seed 2 is for --split-method random"),
     ("prepare text.txt --encoding utf9", "--encoding utf9 is no encoding of text; give one such as utf-8"),
     ("prepare text.txt --encoding base64", "--encoding base64 is no encoding of text"),
     ("prepare text.txt --encoding utf-16", r"text.txt: not text in utf-16: .*BOM; .*--encoding binary"),
-    ("prepare python-stdlib --exclude x", "--include, --exclude and --encoding are for files, not for the data set py"),
-    ("prepare ptb --include *.md --data-dir ptb", "for files, not for the data set ptb"),
-    ("prepare folder zip --exclude *", "the folder folder contains no text"),
-    ("prepare zip --exclude *.zip", "--include and --exclude leave no file of zip"),
+    ("prepare python-stdlib --exclude x", "--exclude .*x.* cannot be used with the data set python-stdlib"),
+    ("prepare ptb --include *.md --data-dir ptb", "--include .* cannot be used with the data set ptb"),
+    ("prepare folder zip --exclude *", "'folder' is no file, folder or pattern with text"),
+    ("prepare zip --exclude *.zip", "--exclude .*zip.* leave no file of zip"),
     # the folder to create
     ("prepare text.txt --out folder", "folder exists already; choose another path or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
     ("prepare text.txt --out=", "--out: the path is empty"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
     # files of a named data set
-    ("prepare ptb --data-dir gone", "--data-dir gone: no such file or folder; name the one that contains ptb"),
+    ("prepare ptb --data-dir gone", "reading gone: no such file or folder"),
     ("prepare ptb --data-dir folder", "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt,"),
     ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
     ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes, .*expected 5,101,618 .*; .* txl prepare --train FILE"),
     ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes, .* expected 36,445,475 bytes, .*; get it again"),
-    ("prepare text.txt --data-dir folder", "--data-dir folder is only for data sets that can be downloaded"),
+    ("prepare text.txt --data-dir folder", "--data-dir folder cannot be used with these files"),
     # tokenizers
     ("prepare text.txt --tokenizer bytes", r"no tokenizer at bytes \(did you mean 'byte'\?\)"),
     ("prepare text.txt --tokenizer text.txt", "text.txt: .*JSON"),
-    ("prepare text.txt --min-frequency 2", "min_frequency is for word and char tokenizers, not for byte"),
-    ("prepare text.txt --tokenizer word --min-frequency 0", r"min_frequency: .*greater than 0 \(given: 0"),
-    ("prepare text.txt --tokenizer word --vocab-file words.txt --vocab-size 5", "leave vocab_size and min_freq"),
+    ("prepare text.txt --min-frequency 2", "min-frequency is for word and char tokenizers, not for byte"),
+    ("prepare text.txt --tokenizer word --min-frequency 0", r"min-frequency: .*greater than 0 \(given: 0"),
+    ("prepare text.txt --tokenizer word --vocab-file words.txt --vocab-size 5", "leave --vocab-size and --min-freq"),
     ("prepare text.txt --tokenizer word --vocab-file gone", "gone: no such file"),
     ("prepare text.txt --tokenizer word --vocab-file words.txt", "words.txt: .*'a'"),
     ("prepare text.txt --document-unit pages", "pages"),
@@ -114,8 +105,14 @@ BAD_COMMANDS = [
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
     ("prepare music.npy --tokenizer word", "music.npy contains integers, not text; give --tokenizer integer"),
     # of 90 ids, the last is for the EOS token
-    ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
-    ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
+    (
+        "prepare music.npy --vocab-size 90",
+        r"music.npy, .*: byte \d+: '89' is not an integer from 0 to 88 .*; remove it",
+    ),
+    (
+        "prepare music.npy numbers.txt --tokenizer integer",
+        "arrays and text files cannot be joined and split; use train, valid and",
+    ),
 ]
 
 
@@ -127,7 +124,7 @@ def test_bad_command_is_refused(folder: Path, words: str, message: str, capfd: C
 def test_settings_of_a_trained_tokenizer_cannot_change(folder: Path, capfd: Capture) -> None:
     do("prepare text.txt --tokenizer word")
     words = "prepare text.txt --out new --tokenizer corpora/text"
-    message = "corpora/text is trained already; leave --vocab-size, --no-lowercase out, or name a kind"
+    message = "corpora/text is trained already; leave --vocab-size 7, --lowercase False out, or name a kind"
     assert_refused(folder, f"{words} --no-lowercase --vocab-size 7", message, capfd)
     assert_refused(folder, "prepare text.txt", "corpora/text exists already", capfd)
     (folder / "corpora/text/txl_tokenizer.json").write_bytes(b"{")

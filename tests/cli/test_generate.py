@@ -185,7 +185,7 @@ REFUSED = [
     ("bytes --prompt a --prompt=", "the prompt is empty; give some text, or no prompt to begin a new text"),
     # flags that contradict each other
     ("bytes --prompt a --prompt-file text.txt", "--prompt and --prompt-file were both given; use one of them"),
-    ("bytes --num-beams 2 --num-samples 2", "leave out num_samples or num_beams"),
+    ("bytes --num-beams 2 --num-samples 2", "leave out --num-samples or --num-beams"),
     ("bytes --max-new-tokens none --json", "--max-new-tokens none never ends; give a number"),
     ("bytes --max-new-tokens none --prompt a --prompt b", "--max-new-tokens none never ends"),
     ("bytes --logprobs", "--logprobs are printed with --json"),

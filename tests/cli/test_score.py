@@ -211,7 +211,7 @@ REFUSED = [
     ("evaluate run --method dynamic --batch-size 2", "batch-size 2: method dynamic reads one sequence; give 1"),
     ("evaluate run --method dynamic --dynamic.larning-rate 1", "Did you mean --dynamic.learning-rate?"),
     ("evaluate run --method dynamic --dynamic.optimizer sgd --dynamic.epsilon 5", "epsilon is for the optimizer rms"),
-    ("evaluate run --sweep-memory-length 0,5 --memory-length 3", "--memory-length and --sweep-memory-length were both"),
+    ("evaluate run --sweep-memory-length 0,5 --memory-length 3", "give one of --sweep-memory-length and"),
     ("evaluate run --token-losses a.npy --sweep-memory-length 0,5", "--token-losses and a sweep were both given"),
     ("evaluate run --token-losses none/a.npy", "none/a.npy: folder none does not exist"),
     ("evaluate run --token-losses plain.txt", "plain.txt exists already; choose another path or delete it first"),

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import count_words, write_corpus
 from transformer_xl.text.documents import Document, DocumentUnit, SplitName
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, split_chunks
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.base import EncodedChunk, EncodingError
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig, TokenizerKind
 from transformer_xl.text.tokenizers.training import train_tokenizer
@@ -74,7 +73,7 @@ def test_corpus_equals_documents_encoded_one_by_one(
     max_shard_tokens = data.draw(st.integers(1, 13))
     chunk_size, encoded_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformer_xl.text.corpus_writer.split_chunks", partial(split_chunks, size=encoded_size))
+        patch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", encoded_size)
         corpus = write(
             Path(folder) / "c",
             {"train": [chunked(text, chunk_size) for text in texts]},
@@ -96,7 +95,7 @@ def test_corpus_equals_documents_encoded_one_by_one(
 @pytest.fixture
 def large_texts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Enough chunks for several processes: lines of all lengths, and words that chunk boundaries split."""
-    monkeypatch.setattr("transformer_xl.text.corpus_writer.split_chunks", partial(split_chunks, size=2**17))
+    monkeypatch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", 2**17)
     monkeypatch.setattr("transformer_xl.text.corpus_writer._BATCH_BYTES", 2**16)
     random = np.random.default_rng(11)
     words = np.array([b"transformer", b"xl", b"of", b"a", b"\n", b"\n\n", b"lengthy" * 97])

@@ -66,7 +66,7 @@ def test_error_of_a_worker_is_raised_unchanged_after_the_results_before_it() -> 
 
 
 def test_killed_worker_raises_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"worker process was killed.* fewer --num-workers"):
+    with pytest.raises(UserError, match=r"worker process was killed.* smaller num_workers"):
         list(ordered_map(square, [1, 11, 2, 3, 4, 5], workers=2))
     assert multiprocessing.active_children() == []
 

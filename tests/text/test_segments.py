@@ -124,8 +124,8 @@ def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: P
         (0, 1, 1, SINGLE_SHARD, "0 tokens, .* 1 sequences"),
         (6, 0, 3, SINGLE_SHARD, "batch size 0 .* at least 1"),
         (6, 3, 0, SINGLE_SHARD, "segment length 0 .* at least 1"),
-        (97, 4, 1, Shard(index=0, count=3), "4 sequences, 2 for each process, .*--train.batch-size 6, or start 2"),
-        (97, 2, 1, Shard(index=1, count=3), "2 sequences, 1 for each process, .*--train.batch-size 3, or start 2"),
+        (97, 4, 1, Shard(index=0, count=3), "4 sequences, 2 for each process, .*train.batch_size=6, or start 2"),
+        (97, 2, 1, Shard(index=1, count=3), "2 sequences, 1 for each process, .*train.batch_size=3, or start 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(
@@ -137,5 +137,5 @@ def test_sizes_that_do_not_fit_are_refused(
 
 def test_training_requires_one_segment_for_each_row() -> None:
     check_training(dataset_of(15, batch_size=3, segment_length=5), 5)
-    with pytest.raises(UserError, match=r"14 tokens, .* 3 sequences of 5 tokens needs 15; lower --train.batch-size"):
+    with pytest.raises(UserError, match=r"14 tokens, .* 3 sequences of 5 tokens needs 15; lower train.batch_size"):
         check_training(dataset_of(14, batch_size=3, segment_length=5), 5)

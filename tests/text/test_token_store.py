@@ -128,10 +128,7 @@ def test_verify_detects_one_changed_byte(corpus: Corpus, name: str, files: str) 
         (lambda values: values.update(version=2), "'txl-corpus', version 2, .*; prepare the corpus again"),
         (lambda values: values.update(tokenizer_sha256="0" * 64), "not the tokenizer this corpus was made with"),
         (lambda values: values.update(nmae="x"), r"unknown setting 'nmae' \(did you mean 'name'\?\); copy the corpus"),
-        (lambda values: values["splits"].pop("train"), "split 'train' is missing.*copy the corpus again"),
         (lambda values: values["splits"].update({"../x": {}}), "splits"),
-        (lambda values: values["splits"]["train"].update(shard_lengths=[11, 11]), "shard_lengths sum to 22, .*27"),
-        (lambda values: values["splits"]["test"].update(dtype="uint16"), "splits.test.dtype is uint16, expected uint8"),
         (lambda values: values["splits"]["test"].pop("sha256"), "splits.test.sha256"),
     ],
 )

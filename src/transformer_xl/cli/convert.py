@@ -63,18 +63,20 @@ def convert(
     say_weights(result.weights)
     for text in result.notes:
         note(text)
-    tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
-    fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
-    if result.readers is not None:
-        fields["readers"] = result.readers
+    fields: dict[str, Any] = {
+        "format": result.format,
+        "parameters": result.parameters,
+        "tokenizer": f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens",
+        **({} if result.readers is None else {"readers": result.readers}),
+    }
     if json:
         weights = result.weights.as_dict() if result.weights else {}
         print_json(
             {"from": str(source), "to": str(out), **weights, **fields, "notes": list(result.notes), "seconds": seconds}
         )
         return
-    fields["parameters"] = f"{result.parameters:,}"
-    print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])
+    rows = [[name, f"{value:,}" if isinstance(value, int) else str(value)] for name, value in fields.items()]
+    print_table(f"{out} ({seconds:.1f} s)", ["", "value"], rows)
     if to == "run":
         prepare = f"txl prepare FILES --tokenizer {quoted(out)} --out CORPUS"
         print(f"next: {prepare}, txl evaluate {quoted(out)} --corpus CORPUS")

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_memory_length, say_weights
+from transformer_xl.cli.output import load_run, perplexity_titles, print_json, print_table, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
@@ -69,19 +69,13 @@ def evaluate(
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.with_memory import suggested_batch_size
-    from transformer_xl.run import load_run
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
-    loaded = load_run(folder, device, checkpoint)
-    if int8:
-        from transformer_xl.integrations.int8 import to_int8
-
-        loaded = to_int8(loaded)
-    say_weights(loaded.weights)
+    loaded = load_run(run, device, checkpoint, int8=int8)
     plans = [EvaluationPlan.of_run(loaded, config) for config in configs]
     train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
     say_memory_length(loaded, plans[0])
@@ -121,11 +115,12 @@ def evaluate(
 
 def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str | None) -> list[EvaluationConfig]:
     """Return the settings of each evaluation: one for each length of a sweep, or only `config` without a sweep."""
-    for name, sweep in (("memory-length", memory_lengths), ("attention-window", windows)):
-        if sweep is not None and name.replace("-", "_") in config.model_fields_set:
-            raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
-    if memory_lengths is not None and windows is not None:
-        raise UserError("--sweep-memory-length and --sweep-attention-window were both given; use one of them")
+    sweeps = {"memory_length": memory_lengths, "attention_window": windows}
+    given = [name for name, sweep in sweeps.items() if sweep is not None]
+    if len(given) > 1 or config.model_fields_set & set(given):
+        raise UserError(
+            "give one of --sweep-memory-length and --sweep-attention-window, and not the setting that it sweeps"
+        )
     if memory_lengths is not None:
         lengths = parse_integers("--sweep-memory-length", memory_lengths, minimum=0)
         return [config.model_copy(update={"memory_length": length}) for length in lengths]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -10,8 +12,17 @@ from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
-from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings, whole_number
+from transformer_xl.config import (
+    ARCHITECTURES,
+    OTHER_NAMES,
+    EvaluationConfig,
+    Settings,
+    TrainConfig,
+    check_settings,
+    whole_number,
+)
 from transformer_xl.generation.generation_config import GenerationConfig
+from transformer_xl.text.text_config import TextConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 _Checked = TypeVar("_Checked", bound=Settings)
@@ -73,6 +84,7 @@ TrainFlags = optional_flags("train", TrainConfig.model_fields)
 EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields)
 GenerationFlags = optional_flags("generation", GenerationConfig.model_fields)
 ScoreFlags = optional_flags("score", EvaluationConfig.model_fields, "method", "dynamic")
+TextFlags = optional_flags("text", TextConfig.model_fields)
 TokenizerFlags = optional_flags(
     "tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback"
 )
@@ -104,4 +116,50 @@ def check_flags(kind: type[_Checked], flags: BaseModel | None) -> _Checked:
     Raises:
         UserError: a value is out of range.
     """
-    return check_settings(kind, given_settings(flags=flags).get("flags", {}), flags="--")
+    return check_settings(kind, given_settings(flags=flags).get("flags", {}))
+
+
+def name_flags(message: str, flags: Iterable[str]) -> str:
+    """Return a message of the library in which settings have the names of the flags that give them.
+
+    The library writes a setting as its name (`memory_length`, `train.batch_size`), with `=` before its value
+    (`seed=2`), and with a colon where something is wrong with it (`seed: must be an integer`). In a message about a
+    YAML file, settings keep the names that they have there.
+
+    Args:
+        message: the message.
+        flags: the flags of the command that was typed.
+    """
+    known = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+
+    def typed(match: re.Match[str]) -> str:
+        name, mark = match.groups()
+        if name not in known or not (mark or "_" in name or "." in name):  # a word such as seed may be only a word
+            return match[0]
+        return known[name] + (" " if mark == "=" else mark)
+
+    if ".yaml" in message:
+        return message
+    return re.sub(r"(?<![\w./'-])([a-z]\w*(?:\.[a-z]\w*)*)(?:\.\d+)?(=|:(?= )|(?![\w./'(-]))", typed, message)
+
+
+def unknown_flag(flag: str, known: Sequence[str]) -> str:
+    """Return the message on an unknown flag, with the flags that may be meant, of all groups of settings.
+
+    Args:
+        flag: what was typed, such as `--lr`.
+        known: the flags of the command, such as `--train.learning-rate`.
+    """
+    typed = flag.split("=")[0].replace("_", "-").lower()
+    if typed in known:
+        return f"{flag} stands after --, which ends the options; write options before it"
+    flags = [option for option in dict.fromkeys(known) if option.startswith("--") and "*" not in option]
+    name = typed.lstrip("-").rpartition(".")[2]
+    ends = {option: option.removeprefix("--").rpartition(".")[2] for option in flags}
+    meant = [option for option in flags if ends[option] in (name, OTHER_NAMES.get(name))]
+    meant = [option for option in meant if option.startswith(typed.removesuffix(name))] or meant  # in the same group
+    if not meant:  # a typing error, in the whole flag where its group was given; or the beginning of a flag
+        close = get_close_matches(name, ends.values(), n=1, cutoff=0.7)
+        meant = get_close_matches(typed, flags, n=1) if "." in typed else [one for one in flags if ends[one] in close]
+        meant = meant or [option for option in flags if ends[option].startswith(name)]
+    return f"no option {flag}" + (f". Did you mean {' or '.join(meant[:3])}?" if meant else "")

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Json
-from transformer_xl.cli.output import print_json, say_memory_length, say_unknown, say_weights
+from transformer_xl.cli.output import load_run, print_json, say_memory_length, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.progress import note, say
@@ -85,14 +85,8 @@ def generate(
         prompts = [read_text_file(prompt_file)]
 
     from transformer_xl.generation.generate import memory_plan
-    from transformer_xl.run import load
 
-    loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
-    if int8:
-        from transformer_xl.integrations.int8 import to_int8
-
-        loaded = to_int8(loaded)
-    say_weights(loaded.weights)
+    loaded = load_run(run, device_options.choose(), checkpoint, int8=int8)
     if out is not None:
         _write_midi(run, loaded, prompt_file, config, out, json=json)
         return

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from transformer_xl import __version__
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
+    import torch
+
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
-
-_MEASURED = {
-    "large": (2048, 2048, 2048),
-    "2,048 tokens": (2048, 512, 2048),
-    "64 tokens": (64, 512, 2048),
-    "1 token": (1, 512, 2048),
-}
-"""Rows and widths of the products that `--measure` times: a large one, which shows what the processor reaches at best,
-and those of a feed-forward layer in training, in serving and in generation.
-
-Shape suffixes: R rows, I input width.
-"""
 
 
 def info(
@@ -59,11 +48,14 @@ def info(
         from transformer_xl.ops.native.build import build
 
         say(build())
-    sections = {"machine": _hardware_facts(device_options)}
+    from transformer_xl.ops.machine import machine_facts, product_speeds
+
+    device = device_options.choose()
+    sections = {"machine": {"transformer_xl": __version__, **machine_facts(device)}}
     if measure:
-        sections["gflops"] = _product_speeds(device_options)
+        sections["gflops"] = product_speeds(device)
     if path is not None:
-        sections |= _folder_facts(path, verify, device_options)
+        sections |= _folder_facts(path, verify, device)
     elif verify:
         raise UserError("--verify needs the folder of a run or a corpus")
     if json:
@@ -73,62 +65,7 @@ def info(
         print_table(title, ["", "value"], [[name.replace("_", " "), _format(value)] for name, value in facts.items()])
 
 
-def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
-    """Return versions, devices, and the values that settings with `auto` resolve to on this hardware."""
-    import torch
-
-    from transformer_xl.device import available_devices, resolve_dtype
-    from transformer_xl.ops.kernels import KERNELS, choose
-    from transformer_xl.ops.linear import fastest_matmul_library
-    from transformer_xl.ops.native import status
-
-    device = device_options.choose()
-    return {
-        "transformer_xl": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(device),
-        "devices": available_devices(),
-        "threads": torch.get_num_threads(),
-        "dtype_auto": resolve_dtype(device, "auto"),
-        **({"training_matmul_library": fastest_matmul_library()} if device.type == "cpu" else {}),
-        "native_operators": status().text,
-        "attn_implementation_auto": choose("auto", device, torch.float32).name,
-        "attn_implementations": [name for name, kernel in KERNELS.items() if kernel.fits(device, torch.float32)],
-    }
-
-
-def _product_speeds(device_options: DeviceOptions) -> dict[str, Any]:
-    """Return GFLOP/s of products by dtype and size: of torch's Linear, and on a CPU of those that the layers use too.
-
-    These are the products of training, and those with packed weights, where no gradients are computed.
-    """
-    import torch
-    from torch.utils.benchmark import Timer
-
-    from transformer_xl.device import has_bfloat16
-    from transformer_xl.ops.linear import PackedLinear
-
-    device, speeds = device_options.choose(), dict[str, Any]()
-    ways: dict[str, tuple[type[torch.nn.Linear], bool]] = {"torch": (torch.nn.Linear, False)}
-    if device.type == "cpu":
-        ways |= {"training": (PackedLinear, True), "packed": (PackedLinear, False)}
-    for dtype in [torch.float32, *([torch.bfloat16] if has_bfloat16(device) else [])]:
-        for name, (rows, width_in, width_out) in _MEASURED.items():
-            x_RI = torch.randn(rows, width_in, device=device, dtype=dtype)
-            speeds[f"{str(dtype).removeprefix('torch.')}, {name}"] = found = dict[str, float]()
-            for way, (layer_class, with_gradients) in ways.items():
-                layer = layer_class(width_in, width_out, bias=False, device=device, dtype=dtype)
-                if isinstance(layer, PackedLinear) and not with_gradients:
-                    layer.pack(dtype)
-                timer = Timer("layer(x)", globals={"layer": layer, "x": x_RI}, num_threads=torch.get_num_threads())
-                with torch.set_grad_enabled(with_gradients):
-                    seconds = min(timer.blocked_autorange(min_run_time=0.25).times)
-                found[way] = round(2e-9 * rows * width_in * width_out / seconds, 1)
-    return speeds
-
-
-def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> dict[str, Any]:
+def _folder_facts(path: Path, verify: bool, device: torch.device) -> dict[str, Any]:
     """Return what a corpus or a run contains, with "corpus" or "run" as the only key."""
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
@@ -137,7 +74,7 @@ def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> di
         is_corpus = (path / "corpus.json").exists()
     folder = Corpus.open(path) if is_corpus else RunFolder.open(path)
     notes = folder.verify() if verify else None
-    facts = _corpus_facts(folder) if isinstance(folder, Corpus) else _run_facts(folder, device_options)
+    facts = _corpus_facts(folder) if isinstance(folder, Corpus) else _run_facts(folder, device)
     facts["checksums"] = "; ".join(["valid", *(notes or [])]) if verify else "not checked; use --verify"
     return {"corpus" if is_corpus else "run": facts}
 
@@ -154,7 +91,7 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return facts
 
 
-def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, Any]:
+def _run_facts(folder: RunFolder, device: torch.device) -> dict[str, Any]:
     import torch
 
     from transformer_xl.architectures import build_model
@@ -165,7 +102,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
         parameters = build_model(config.model).num_parameters()
     attn_implementation = None
     if config.model.attention_kernel is not None:
-        attn_implementation = choose(config.model.attention_kernel, device_options.choose(), torch.float32).name
+        attn_implementation = choose(config.model.attention_kernel, device, torch.float32).name
     weights = folder.choose_weights() if newest or (folder.path / "model.safetensors").exists() else None
     lengths = weights.used.memory_lengths if weights else None
     return {

@@ -102,8 +102,9 @@ def run(arguments: list[str]) -> int:
     """
     if arguments[:1] == ["help"]:  # as in git: txl help train
         arguments = [*arguments[1:], "--help"]
+    app = build_app()
     try:
-        status = build_app()(arguments, exit_on_error=False, print_error=False)
+        status = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
@@ -118,8 +119,14 @@ def run(arguments: list[str]) -> int:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
+        from transformer_xl.cli.flags import name_flags
         from transformer_xl.cli.output import printable
 
+        if not isinstance(error, CycloptsError):  # an error of the library, which names settings
+            command = app.parse_commands(arguments)[1][-1]
+            message = name_flags(
+                message, [name for flag in command.assemble_argument_collection() for name in flag.names]
+            )
         print(f"txl: error: {printable(message)}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
@@ -141,8 +148,8 @@ def _user_message(error: Exception) -> str | None:
     """Return a one-line message, or None if the user cannot correct the error."""
     from pydantic import ValidationError
 
-    from transformer_xl.cli.suggestions import unknown_flag
-    from transformer_xl.config import UserError, explain
+    from transformer_xl.cli.flags import unknown_flag
+    from transformer_xl.config import UserError, explain, nearest
     from transformer_xl.files import final_names
 
     if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _OUT_OF_MEMORY):
@@ -157,24 +164,12 @@ def _user_message(error: Exception) -> str | None:
             group = getattr(getattr(error, "argument", None), "name", "*")  # of settings, such as --model
             text = explain(cause, "--" if group == "*" else f"{group}.")
         elif isinstance(error, UnusedCliTokensError):
-            words = error.unused_tokens or []
-            is_switch = any(word.lower() in ("true", "false") for word in words)
-            how = "; to turn one off write --FLAG=false" if is_switch else ""
-            text = f'Unexpected "{" ".join(words)}". Expected an option (flags take no value{how})'
+            text = f'Unexpected "{" ".join(error.unused_tokens or [])}": flags take no value, but for --FLAG=false'
         elif isinstance(error, UnknownCommandError):
-            text = _unknown_command(error)
+            word, commands = (error.unused_tokens or [""])[0], [name for name in error.app or () if name[0] != "-"]
+            text = f"no command '{word}'{nearest(word, commands)}; the commands are {', '.join(commands)}"
         elif isinstance(error, UnknownOptionError):
             flag = error.token.keyword or error.token.value
             text = unknown_flag(flag, [name for argument in error.argument_collection for name in argument.names])
         text = f"{text.rstrip('.')}{'' if text.endswith('?') else ';'} --help lists the options"
     return " ".join(text.split())
-
-
-def _unknown_command(error: UnknownCommandError) -> str:
-    """Return the message on a word that is no command, with all commands (that of cyclopts ends after eight)."""
-    from transformer_xl.config import nearest
-
-    word, commands = (error.unused_tokens or [""])[0], [name for name in error.app or () if not name.startswith("-")]
-    if word.startswith("-"):
-        return f"no option {word}{nearest(word, ('--help', '--version'))}"
-    return f"no command '{word}'{nearest(word, commands)}; the commands are {', '.join(commands)}"

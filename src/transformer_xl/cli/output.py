@@ -15,7 +15,9 @@ from transformer_xl.files import check_new_file
 from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
-    from transformer_xl.checkpoint_record import ChosenWeights
+    import torch
+
+    from transformer_xl.checkpoint_record import CheckpointName, ChosenWeights
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run import Run
     from transformer_xl.text.tokenizers import Tokenizer
@@ -88,6 +90,19 @@ def say_weights(weights: ChosenWeights | None, model: str = "") -> None:
     """Print which weights of a run are used, and which others there are; `model` names one of several models."""
     for line in weights.lines(model) if weights else ():
         say(line)
+
+
+def load_run(path: Path, device: torch.device, checkpoint: CheckpointName, *, int8: bool = False) -> Run:
+    """Load a run, and print which of its weights are used."""
+    from transformer_xl.run import load
+
+    run = load(path, device=str(device), checkpoint=checkpoint)
+    if int8:
+        from transformer_xl.integrations.int8 import to_int8
+
+        run = to_int8(run)
+    say_weights(run.weights)
+    return run
 
 
 def say_memory_length(run: Run, plan: EvaluationPlan) -> None:

@@ -3,73 +3,33 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import TokenizerFlags, given_settings
+from transformer_xl.cli.flags import TextFlags, TokenizerFlags, given_settings
 from transformer_xl.cli.options import Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import DEFAULT_RECIPE, load_recipe
 from transformer_xl.files import quoted
 from transformer_xl.progress import StageBars, note
-from transformer_xl.text.documents import DocumentUnit
 
 if TYPE_CHECKING:
     from transformer_xl.text.token_store import Corpus
 
 Files = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
-Patterns = Annotated[list[str] | None, Parameter(negative=())]
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Which text is read and how it is split, under the names of the parameters of `text.prepare.prepare`.
-
-    Attributes:
-        train: Files, folders and patterns to train on, instead of splitting one text.
-        valid: Files, folders and patterns to validate on.
-        test: Files, folders and patterns to test on.
-        valid_fraction: Fraction of the text that becomes valid. [default: 0.05]
-        test_fraction: Fraction of the text that becomes test. [default: 0.05]
-        split_method: random draws valid and test from all over the text: whole files or, where those are few or
-            of very unequal size, blocks; end takes the end of the joined text. [default: random]
-        seed: Seed of the random split. [default: 1]
-        include: Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]
-        exclude: Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated.
-        encoding: Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any
-            file. Other files of a folder are left out. [default: utf-8]
-        tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a
-            corpus or run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that
-            of the data set, else byte]
-        document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
-        data_dir: File or folder that has the files of the named data set. [default: download them]
-    """
-
-    train: Files = None
-    valid: Files = None
-    test: Files = None
-    valid_fraction: float | None = None
-    test_fraction: float | None = None
-    split_method: Literal["random", "end"] | None = None
-    seed: Annotated[int | None, Integer] = None
-    include: Patterns = None
-    exclude: Patterns = None
-    encoding: str | None = None
-    tokenizer: str | None = None
-    document_unit: DocumentUnit | None = None
-    data_dir: Path | None = None
-
-
-_DEFAULTS = TextOptions()
 
 
 def prepare(
     *sources: str,
     out: str | None = None,
-    text: Annotated[TextOptions, Parameter(name="*")] = _DEFAULTS,
+    train: Files = None,
+    valid: Files = None,
+    test: Files = None,
+    text: Annotated[TextFlags | None, Parameter(name="*", negative=(), group="Text")] = None,
+    tokenizer: str | None = None,
+    data_dir: Path | None = None,
     settings: Annotated[TokenizerFlags | None, Parameter(name="*", group="Tokenizer")] = None,
     num_workers: Annotated[int | None, Integer] = None,
     json: Json = False,
@@ -80,7 +40,14 @@ def prepare(
         sources: Files, folders and quoted patterns, whose text is split into train, valid and test; or the name of a
             data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
         out: Folder to create; it must not exist. [default: corpora/NAME]
-        text: Which text is read and how it is split.
+        train: Files, folders and patterns to train on, instead of splitting one text.
+        valid: Files, folders and patterns to validate on.
+        test: Files, folders and patterns to test on.
+        text: Which files are read and how their text is split.
+        tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a
+            corpus or run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that
+            of the data set, else byte]
+        data_dir: File or folder that has the files of the named data set. [default: download them]
         settings: How the tokenizer is trained.
         num_workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
@@ -89,9 +56,13 @@ def prepare(
     from transformer_xl.text.prepare import prepare as prepare_corpus
 
     start, workers = time.perf_counter(), num_cores() if num_workers is None else num_workers
-    options: dict[str, Any] = {**vars(text), **given_settings(tokenizer=settings).get("tokenizer", {})}
+    given = given_settings(text=text, tokenizer=settings)
+    options: dict[str, Any] = {**given.get("text", {}), **given.get("tokenizer", {})}
+    options |= {"tokenizer": tokenizer, "data_dir": data_dir}
     with StageBars() as bars:
-        corpus = prepare_corpus(sources, out, **options, num_workers=workers, progress=bars)
+        corpus = prepare_corpus(
+            sources, out, train=train, valid=valid, test=test, **options, num_workers=workers, progress=bars
+        )
     _print_corpus(corpus, time.perf_counter() - start, as_json=json)
     for line in corpus.notes:
         note(line)

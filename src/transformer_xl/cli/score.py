@@ -19,20 +19,20 @@ from transformer_xl.cli.flags import ScoreFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, NO_WORD_OPTIONS, DeviceFlags, JsonLines, WordFlags, WordOptions
 from transformer_xl.cli.output import (
     check_outputs,
+    load_run,
     perplexity_titles,
     print_json,
     print_table,
     printable,
     say_memory_length,
     say_unknown,
-    say_weights,
 )
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
+    from transformer_xl.apps.surprisal.items import TextItem
     from transformer_xl.evaluation.score import TextScore
-    from transformer_xl.text.items import TextItem
     from transformer_xl.text.tokenizers import Tokenizer
 
 _MAX_CELL_LENGTH = 60  # characters of a text in a table
@@ -76,7 +76,6 @@ def score(
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
-    from transformer_xl.run import load
     from transformer_xl.text.sources.archives import read_text_file
 
     contents = {
@@ -89,8 +88,7 @@ def score(
 
         items = read_all_items(contents, word_options)
     device = device_options.choose()
-    loaded = load(run, device=str(device), checkpoint=checkpoint)
-    say_weights(loaded.weights)
+    loaded = load_run(run, device, checkpoint)
     if per == "word":
         from transformer_xl.apps.surprisal.command import score_words
 

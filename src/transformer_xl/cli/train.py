@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,18 +67,14 @@ def train(
     if recipe is None and resume is None:
         recipe = DEFAULT_RECIPE
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
-    if from_step is not None and resume is None:
-        raise UserError("--from is for a run that is resumed; give --resume RUN too, or leave it out")
+    if resume is None and (from_step is not None or base is not None):
+        raise UserError("--from and --base are for a run that is resumed; give --resume RUN too, or leave them out")
     if find_rate:
         if resume is not None:
             raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
-        if base is not None:
-            raise UserError("--base is for an adapter that is resumed, and --find-rate for a new run; leave one out")
         _find_rate(recipe or DEFAULT_RECIPE, _given_corpus(corpus), run, options, device_options, as_json=json)
         return 0
     options |= {**vars(device_options), "handle_signals": True}
-    if base is not None and resume is None:
-        raise UserError("--base is for an adapter that is resumed; give --resume RUN too, or leave it out")
     if resume is None:
         result = training.train(recipe, _given_corpus(corpus), run, **options)
     elif recipe or run:
@@ -112,15 +107,12 @@ def _find_rate(
     """Print a learning rate for a training with these settings, and the command that trains with it."""
     from transformer_xl.run_folder import check_new_run
     from transformer_xl.training.find_rate import find_learning_rate
-    from transformer_xl.training.train import complete_settings, default_run, ignore
+    from transformer_xl.training.train import complete_settings, ignore
 
     # what `find_learning_rate` does not take but the printed command will be refused for
     complete_settings(recipe, corpus, settings, ignore)
     if run is not None:
         check_new_run(run)
-    elif (default := default_run(corpus, recipe)).exists():
-        numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
-        run = next(path for path in numbered if not path.exists())
     given = {group: settings[group] for group in ("model", "train") if group in settings}
     result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
     words = ["txl", "train", recipe, "--corpus", str(corpus)]

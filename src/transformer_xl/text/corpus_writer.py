@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from transformer_xl.config import UserError
 from transformer_xl.files import atomic_folder, json_digest, write_json
-from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName
+from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextChunk, text_chunks
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.token_store import (
     DOCUMENT_START_DTYPE,
@@ -33,25 +33,9 @@ from transformer_xl.text.token_store import (
     token_file,
 )
 from transformer_xl.text.tokenizers.base import EncodedChunk, TokenArray, Tokenizer, document_errors, token_dtype
-from transformer_xl.text.tokenizers.chunking import split_chunks
 from transformer_xl.text.tokenizers.storage import fingerprint, save_tokenizer
 
 _BATCH_BYTES = 2**20  # small chunks are batched until they have this length, so that transfers to processes cost little
-
-
-@dataclass(frozen=True)
-class _TextChunk:
-    """A chunk of a document that can be encoded independently of the rest."""
-
-    split: SplitName
-    document: int
-    """The document's index in its split."""
-    document_name: str
-    position: int
-    """Byte offset of the chunk in its document."""
-    previous_byte: bytes
-    """The byte before the chunk in its document, or a space if the chunk is the first."""
-    text: bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +83,7 @@ def write_corpus(
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
             f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; set "
-            "--add-eos, or --document-unit file"
+            "add_eos=true, or document_unit=file"
         )
     assert max_shard_tokens > 0
     splits = {split: splits[split] for split in SPLITS if split in splits}
@@ -131,42 +115,42 @@ def write_corpus(
 
 def _text_chunks(
     splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
-) -> Iterator[_TextChunk]:
-    """Yield all documents in chunks that can be encoded independently; each writer counts the bytes of its split."""
+) -> Iterator[tuple[SplitName, TextChunk]]:
+    """Yield the chunks of all documents, each with its split; each writer counts the bytes of its split."""
     for split, documents in splits.items():
-        for index, document in enumerate(documents):
-            position, previous_byte = 0, b" "
-            with document_errors(document.name):
-                for text in split_chunks(tokenizer, writers[split].count_bytes(document.chunks)):
-                    yield _TextChunk(split, index, document.name, position, previous_byte, text)
-                    position, previous_byte = position + len(text), text[-1:]
+        count_bytes = writers[split].count_bytes
+        counted = (replace(document, chunks=count_bytes(document.chunks)) for document in documents)
+        for chunk in text_chunks(tokenizer, counted):
+            yield split, chunk
 
 
-def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
+def _batches(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[list[tuple[SplitName, TextChunk]]]:
     """Group consecutive chunks into batches of about `_BATCH_BYTES` or more."""
-    batch: list[_TextChunk] = []
+    batch: list[tuple[SplitName, TextChunk]] = []
     num_bytes = 0
-    for chunk in chunks:
-        batch.append(chunk)
+    for split, chunk in chunks:
+        batch.append((split, chunk))
         num_bytes += len(chunk.text)
         if num_bytes >= _BATCH_BYTES:
             yield batch
-            batch, num_bytes = list[_TextChunk](), 0
+            batch, num_bytes = list[tuple[SplitName, TextChunk]](), 0
     if batch:
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, document_unit: DocumentUnit, chunks: list[_TextChunk]) -> list[_TokenChunk]:
+def _encode(
+    tokenizer: Tokenizer, document_unit: DocumentUnit, chunks: list[tuple[SplitName, TextChunk]]
+) -> list[_TokenChunk]:
     """Encode a batch of chunks; runs in the worker processes."""
     token_chunks: list[_TokenChunk] = []
-    for chunk in chunks:
+    for split, chunk in chunks:
         with document_errors(chunk.document_name, chunk.position):
             encoded = tokenizer.encode_chunk(chunk.text)
         line_ends = np.empty(0, np.int64)
         if document_unit == "line":
             line_ends = tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
         num_words = count_words(chunk.text, chunk.previous_byte)
-        token_chunks.append(_TokenChunk(chunk.split, chunk.document, encoded, line_ends, num_words))
+        token_chunks.append(_TokenChunk(split, chunk.document, encoded, line_ends, num_words))
     return token_chunks
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from transformer_xl.text.tokenizers import Tokenizer, document_errors
+from transformer_xl.text.tokenizers.chunking import ENCODE_CHUNK_BYTES, split_chunks
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 SplitName = Literal["train", "valid", "test"]
@@ -26,6 +28,34 @@ class Document:
     """The bytes in chunks of any size, read lazily; iterated once to train a tokenizer and once to write the corpus."""
     num_bytes: int = 0
     """Length in bytes for the progress display, or 0 if unknown."""
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """A chunk of a document that can be encoded independently of the rest."""
+
+    document: int
+    """The document's index."""
+    document_name: str
+    position: int
+    """Byte offset of the chunk in its document."""
+    previous_byte: bytes
+    """The byte before the chunk in its document, or a space if the chunk is the first."""
+    text: bytes
+
+
+def text_chunks(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[TextChunk]:
+    """Yield all documents in chunks that can be encoded independently.
+
+    Raises:
+        UserError: a document cannot be split (see `split_chunks`).
+    """
+    for index, document in enumerate(documents):
+        position, previous_byte = 0, b" "
+        with document_errors(document.name):
+            for text in split_chunks(tokenizer, document.chunks, ENCODE_CHUNK_BYTES):
+                yield TextChunk(index, document.name, position, previous_byte, text)
+                position, previous_byte = position + len(text), text[-1:]
 
 
 @dataclass(frozen=True)

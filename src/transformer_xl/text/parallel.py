@@ -65,7 +65,7 @@ def ordered_map(
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed, perhaps because memory ran out; try again with fewer --num-workers"
+            "a worker process was killed, perhaps because memory ran out; try again with a smaller num_workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

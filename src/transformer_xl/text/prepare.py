@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast
 
-from transformer_xl.config import UserError, check_settings, check_type, checked_names, nearest
+from transformer_xl.config import UserError, check_settings, check_type, checked_names
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
-from transformer_xl.text.sources.arrays import limit_values
-from transformer_xl.text.sources.file_codec import find_codec
+from transformer_xl.text.sources.file_codec import FileCodec, find_codec
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
-from transformer_xl.text.sources.splitting import SplitMethod
 from transformer_xl.text.sources.text_files import (
-    DEFAULT_SPLIT_SEED,
     BytesRange,
     FileSelection,
     common_folder,
@@ -34,6 +30,7 @@ from transformer_xl.text.sources.text_files import (
     split_text,
     texts_of_paths,
 )
+from transformer_xl.text.text_config import TextConfig
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -43,8 +40,6 @@ StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]
 """Documents in memory, each a whole text."""
 
-DEFAULT_FRACTION = 0.05
-"""Default fraction of a text for the valid (validation) split, and also for the test split."""
 _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
 
 
@@ -59,7 +54,7 @@ def prepare(
     test: StrPath | Sequence[StrPath] | None = None,
     valid_fraction: float | None = None,
     test_fraction: float | None = None,
-    split_method: SplitMethod | None = None,
+    split_method: Literal["random", "end"] | None = None,
     seed: int | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
@@ -131,34 +126,34 @@ def prepare(
     known = (str, os.PathLike, Tokenizer, TokenizerConfig, type(None))
     check_type(tokenizer, known, "tokenizer", "give a kind such as 'word', a path, a Tokenizer or a TokenizerConfig")
     check_type(num_workers, int, "num_workers", "give an integer")
-    check_type(seed, (int, type(None)), "seed", "give an integer")
-    check_type(encoding, (str, type(None)), "encoding", "give a name such as 'latin-1'")
-    for name, fraction in (("valid_fraction", valid_fraction), ("test_fraction", test_fraction)):
-        check_type(fraction, (int, float, type(None)), name, "give a number from 0 to 1")
     if out is not None and not os.fspath(out):
-        raise UserError("--out: the path is empty; name a folder to create, or omit --out for corpora/NAME")
+        raise UserError("out: the path is empty; name a folder to create, or leave it out for corpora/NAME")
     if num_workers < 1:
-        raise UserError(f"--num-workers {num_workers}: must be 1 or more")
-    if document_unit not in (None, *(units := get_args(DocumentUnit))):
-        raise UserError(f"no document unit '{document_unit}'; known: {', '.join(units)}")
-    all_settings = {
-        "vocab_size": vocab_size,
-        "min_frequency": min_frequency,
-        "lowercase": lowercase,
-        "split_punctuation": split_punctuation,
-        "add_eos": add_eos,
-        "vocab_file": None if vocab_file is None else os.fspath(vocab_file),
-    }
-    settings = {name: value for name, value in all_settings.items() if value is not None}
+        raise UserError(f"num_workers={num_workers}: must be 1 or more")
+    text_config = check_settings(
+        TextConfig,
+        _given(
+            valid_fraction=valid_fraction,
+            test_fraction=test_fraction,
+            split_method=split_method,
+            seed=seed,
+            include=[include] if isinstance(include, str) else include,
+            exclude=[exclude] if isinstance(exclude, str) else exclude,
+            encoding=encoding,
+            document_unit=document_unit,
+        ),
+    )
+    settings = _given(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        lowercase=lowercase,
+        split_punctuation=split_punctuation,
+        add_eos=add_eos,
+        vocab_file=None if vocab_file is None else os.fspath(vocab_file),
+    )
     paths = _paths(source)
     dataset = _dataset(paths)
     codec = find_codec(tokenizer) if isinstance(tokenizer, str) else None
-    if codec is not None:
-        if dataset or documents is not None:
-            what = f"{codec.kind} files, not for " + (f"the data set {dataset}" if dataset else "texts in memory")
-            raise UserError(f"--tokenizer {tokenizer} is for {what}; name another tokenizer")
-        if settings:
-            raise UserError(f"--tokenizer {tokenizer} has a fixed vocabulary; leave {_flags(settings)} out")
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
     if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
         codec = find_codec("midi", given_tokenizer)
@@ -169,19 +164,12 @@ def prepare(
     if not isinstance(given_tokenizer, Tokenizer) and (given_tokenizer or dataset):
         default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
         _tokenizer_config(given_tokenizer, default, settings)
-    selection = _selection(include, exclude, encoding)
-    if codec is not None and documents is None and not dataset:
-        if encoding is not None:
-            raise UserError(f"--encoding {encoding} is for text, and these are {codec.kind} files; leave it out")
-        selection = replace(selection or FileSelection(), codec=codec)
     text = find_text(
         paths,
         documents=documents,
         splits={"train": _paths(train), "valid": _paths(valid), "test": _paths(test)},
-        fractions={"valid": valid_fraction, "test": test_fraction},
-        split_method=split_method,
-        seed=seed,
-        selection=selection,
+        config=text_config,
+        codec=codec,
         kind=given_tokenizer.kind if isinstance(given_tokenizer, Tokenizer | TokenizerConfig) else given_tokenizer,
         data_dir=None if data_dir is None else Path(data_dir),
         progress=progress,
@@ -189,31 +177,22 @@ def prepare(
     if folder is None:
         folder = _PARENT_FOLDER / text.name
         check_is_new(folder)
-    notes = [*text.notes]
-    if selection and selection.unused:
-        notes.append(
-            f"no file matches {', '.join(selection.unused)} of --include and --exclude, which select files of folders "
-            "and patterns"
-        )
     if isinstance(given_tokenizer, Tokenizer):
         encoder = given_tokenizer
     else:
-        config = _tokenizer_config(given_tokenizer, text.tokenizer, settings)
-        encoder = _train_tokenizer(text, config, num_workers, progress)
-        if config.kind == "word" and not config.model_fields_set & {"split_punctuation", "vocab_file"}:
-            notes += _note_attached_punctuation(encoder)
-    splits = text.splits
-    if isinstance(encoder, IntegerTokenizer):  # reject integers that have no id
-        splits = {split: limit_values(texts, encoder.num_values) for split, texts in splits.items()}
+        encoder = _train_tokenizer(
+            text, _tokenizer_config(given_tokenizer, text.tokenizer, settings), num_workers, progress
+        )
     corpus = write_corpus(
         folder,
-        _with_progress(splits, "write", progress),
+        _with_progress(text.splits, "write", progress),
         name=text.name if documents is None else folder.name,
         source=text.description,
         tokenizer=encoder,
         document_unit=document_unit or text.document_unit,
         num_workers=num_workers,
     )
+    notes = [*text.notes]
     if given_tokenizer is None and not settings and document_unit is None:
         notes += _note_unexpected_lengths(corpus, text)
     return replace(corpus, notes=tuple(notes))
@@ -224,10 +203,8 @@ def find_text(
     *,
     documents: Texts | Mapping[SplitName, Texts] | None = None,
     splits: Mapping[SplitName, Sequence[str]] | None = None,
-    fractions: Mapping[SplitName, float | None] | None = None,
-    split_method: SplitMethod | None = None,
-    seed: int | None = None,
-    selection: FileSelection | None = None,
+    config: TextConfig | None = None,
+    codec: FileCodec | None = None,
     kind: str | None = None,
     data_dir: Path | None = None,
     progress: Progress = no_progress,
@@ -238,61 +215,34 @@ def find_text(
         paths: one of `DATASET_NAMES`, or files, folders and glob patterns.
         documents: texts in memory.
         splits: files, folders and glob patterns of each split.
-        fractions: fractions of the text for valid and test, in [0, 1), or None for `DEFAULT_FRACTION`.
-        split_method: how the text is split, or None for random.
-        seed: seed of a random split, or None for `DEFAULT_SPLIT_SEED`.
-        selection: which files of folders and patterns are read, and the encoding of all files.
+        config: which files of folders and patterns are read, and how their text is split.
+        codec: reads the files, or None if they are text.
         kind: the kind of tokenizer that will encode the text, or None for the default tokenizer.
         data_dir: file or folder with the files of a named data set.
         progress: called while files are downloaded, extracted and checked.
 
     Raises:
-        UserError: something is missing, unreadable, empty, unknown, out of range or contradictory.
+        UserError: something is missing, unreadable, empty, unknown or contradictory.
     """
+    config = config or TextConfig()
     split_paths = {split: files for split, files in (splits or {}).items() if files}
-    custom_fractions = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
-    dataset, first_split = _dataset(paths), next(iter(split_paths), "")
-    if paths and split_paths:
+    dataset = _dataset(paths)
+    ways = [bool(paths), bool(split_paths), documents is not None]
+    if sum(ways) != 1 or (split_paths and "train" not in split_paths) or (dataset and len(paths) > 1):
         raise UserError(
-            f"both text to split ({describe_paths(paths)}) and --{first_split} were given; write --train before the "
-            "files to train on, or omit the split options"
+            f"give the text in one way: files and folders to split, a data set ({', '.join(DATASET_NAMES)}; a file of "
+            "that name is ./NAME), train=FILE with valid and test, or documents in memory"
         )
-    if documents is not None and (paths or split_paths):
-        raise UserError("both documents and files were given; omit one of them")
-    if documents is None and not paths and not split_paths:
-        names = ", ".join(DATASET_NAMES)
-        raise UserError(f"no text was given; name files, folders, --train FILE, or a data set ({names})")
-    if split_paths and "train" not in split_paths:
-        raise UserError(f"--{first_split} was given without --train; add --train with the files to train on")
-    if dataset and len(paths) > 1:
-        raise UserError(
-            f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
-            f"others, or write ./{dataset} for a file of that name"
-        )
-    if data_dir and dataset not in DOWNLOADABLE:
-        raise UserError(
-            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DOWNLOADABLE)}); omit it"
-        )
-    split_options = [f"--{split}-fraction" for split in custom_fractions]
-    split_options += ["--split-method"] * (split_method is not None) + ["--seed"] * (seed is not None)
-    if split_options and (split_paths or dataset or isinstance(documents, Mapping)):
-        reason = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
-        raise UserError(f"{reason}, so {', '.join(split_options)} cannot change them; leave that out")
-    if split_method not in (None, *get_args(SplitMethod)):
-        raise UserError(f"no split method '{split_method}'; known: {', '.join(get_args(SplitMethod))}")
-    if split_method == "end" and seed is not None:
-        raise UserError(f"--seed {seed} is for --split-method random, and end draws nothing; leave it out")
-    if selection and (dataset or documents is not None):
-        what = f"the data set {dataset}" if dataset else "texts in memory"
-        raise UserError(f"--include, --exclude and --encoding are for files, not for {what}; leave them out")
+    _refuse_unused(config, dataset, documents, split_paths, codec, data_dir)
     if dataset == PYTHON_STDLIB:
         return python_stdlib()
     if dataset:
         return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
+    selection = FileSelection(config, codec)
     name, description, notes = "documents", "documents in memory", tuple[str, ...]()
     if split_paths:
         found = {
-            split: texts_of_paths(files, f"--{split}: ", selection, progress) for split, files in split_paths.items()
+            split: texts_of_paths(files, f"{split}: ", selection, progress) for split, files in split_paths.items()
         }
         texts = {split: texts for split, (texts, _) in found.items()}
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
@@ -300,11 +250,8 @@ def find_text(
         name = name_of_paths(split_paths["train"])
     elif isinstance(documents, Mapping):
         in_memory = cast("Mapping[SplitName, Texts]", documents)
-        if unknown := [split for split in in_memory if split not in SPLITS]:
-            expected = f"{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
-            raise UserError(f"documents has a split '{unknown[0]}'{expected}")
-        if "train" not in in_memory:
-            raise UserError("documents has no split 'train'; add it")
+        if not {"train"} <= set(in_memory) <= set(SPLITS):
+            raise UserError(f"documents has {', '.join(in_memory)}; give train, and valid and test if you have them")
         texts = {split: _in_memory(split_texts, f"{split} document") for split, split_texts in in_memory.items()}
     else:
         if documents is not None:
@@ -312,11 +259,40 @@ def find_text(
         else:
             (whole, notes), root = texts_of_paths(paths, "", selection, progress), common_folder(paths)
             name, description = name_of_paths(paths), describe_paths(paths)
-        sizes: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
-        seed = DEFAULT_SPLIT_SEED if seed is None else seed
-        texts, how = split_text(whole, sizes, method=split_method or "random", seed=seed, root=root, kind=kind)
+        texts, how = split_text(whole, config, root=root, kind=kind)
         description, notes = f"{description}; {how}", (*notes, *note_repeated_files({"the text": whole}))
+    if selection.unused and documents is None:
+        notes = (*notes, f"no file of the folders and patterns matches {', '.join(selection.unused)}")
     return source_of_splits(texts, name=name, description=description, kind=kind, notes=notes)
+
+
+def _refuse_unused(
+    config: TextConfig,
+    dataset: str | None,
+    documents: object,
+    split_paths: object,
+    codec: FileCodec | None,
+    data_dir: Path | None,
+) -> None:
+    """Refuse settings that were given and change nothing in this text."""
+    text = f"the data set {dataset}" if dataset else "texts in memory" if documents is not None else "these files"
+    unused = set[str]()
+    if dataset or split_paths or isinstance(documents, Mapping):
+        unused |= {"valid_fraction", "test_fraction", "split_method", "seed"}  # the splits are fixed
+    if dataset or documents is not None:
+        unused |= {"include", "exclude", "encoding"}
+    if codec is not None:
+        unused |= {"encoding"}
+    given = [f"{name}={getattr(config, name)!r}" for name in sorted(unused & config.model_fields_set)]
+    if data_dir and dataset not in DOWNLOADABLE:
+        given.append(f"data_dir={data_dir}")
+    if given:
+        raise UserError(f"{', '.join(given)} cannot be used with {text}; leave it out")
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the arguments that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _dataset(paths: Sequence[str]) -> str | None:
@@ -334,27 +310,6 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
-def _selection(
-    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None, encoding: str | None
-) -> FileSelection | None:
-    """Return which files to read and how, or None if nothing is given.
-
-    Raises:
-        UserError: the encoding is not known.
-    """
-    values = {"include": include, "exclude": exclude, "encoding": encoding}
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    for name in [name for name in ("include", "exclude") if name in given]:
-        patterns = [given[name]] if isinstance(given[name], str) else given[name]
-        check_type(patterns, Iterable, name, "give a glob pattern or a list of them")
-        given[name] = [*patterns]
-        for pattern in given[name]:
-            check_type(pattern, str, name, "give a glob pattern or a list of them")
-    selection = FileSelection(**given)
-    selection.check()
-    return selection if given else None
-
-
 def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
@@ -363,11 +318,6 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
         BytesRange(Path(f"{name} {index}"), content=to_bytes(text).removeprefix(codecs.BOM_UTF8))
         for index, text in enumerate(texts)
     ]
-
-
-def _flags(settings: Mapping[str, Any]) -> str:
-    """Return the flags that give these settings of the tokenizer, as a list."""
-    return ", ".join(f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in settings.items())
 
 
 def _resolve_tokenizer(
@@ -380,9 +330,9 @@ def _resolve_tokenizer(
         return cast(TokenizerKind, tokenizer)
     if settings:
         label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
+        given = ", ".join(f"{name}={value}" for name, value in settings.items())
         raise UserError(
-            f"--tokenizer {label} is trained already; leave {_flags(settings)} out, or name a kind "
-            f"({', '.join(TOKENIZER_KINDS)})"
+            f"tokenizer={label} is trained already; leave {given} out, or name a kind ({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
 
@@ -402,7 +352,7 @@ def _tokenizer_config(
     else:
         base = default if config is None or config == default.kind else TokenizerConfig(kind=config)
     values = {**base.model_dump(exclude_unset=True), "kind": base.kind, **settings}
-    return check_settings(TokenizerConfig, values, f"--tokenizer {base.kind}")
+    return check_settings(TokenizerConfig, values)
 
 
 def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int, progress: Progress) -> Tokenizer:
@@ -432,18 +382,6 @@ def _with_progress(
         split: [replace(document, chunks=report(document.chunks)) for document in documents]
         for split, documents in splits.items()
     }
-
-
-def _note_attached_punctuation(tokenizer: Tokenizer) -> list[str]:
-    """Return a warning if many of the most frequent words end in punctuation."""
-    words = tokenizer.decode(range(min(2000, tokenizer.vocab_size))).split()
-    attached = [word for word in words if re.fullmatch(r"\w+[,;:!?]", word)]
-    if len(attached) < 0.03 * len(words):  # text that is already split has almost none
-        return []
-    return [
-        f"{len(attached):,} of the {len(words):,} most frequent words end in punctuation ({', '.join(attached[:3])}); "
-        "--split-punctuation splits it off, so that fewer words are unknown"
-    ]
 
 
 def _note_unexpected_lengths(corpus: Corpus, text: TextSource) -> list[str]:

@@ -74,7 +74,7 @@ class Shard(NamedTuple):
         if (self.count - 1) * rows_per_shard >= batch_size:
             raise UserError(
                 f"a batch of {batch_size} sequences, {rows_per_shard} for each process, leaves some of the "
-                f"{self.count} processes without any; give --train.batch-size {rows_per_shard * self.count}, or start "
+                f"{self.count} processes without any; give train.batch_size={rows_per_shard * self.count}, or start "
                 f"{-(-batch_size // rows_per_shard)} processes"
             )
         return range(self.index * rows_per_shard, min((self.index + 1) * rows_per_shard, batch_size))
@@ -201,6 +201,6 @@ def check_training(dataset: TokenDataset, segment_length: int) -> None:
     if len(dataset.tokens) < min_tokens:
         raise UserError(
             f"the training text has {len(dataset.tokens):,} tokens, and a batch of {dataset.batch_size:,} sequences of "
-            f"{segment_length:,} tokens needs {min_tokens:,}; lower --train.batch-size or "
-            "--train.segment-length, or give more text"
+            f"{segment_length:,} tokens needs {min_tokens:,}; lower train.batch_size or "
+            "train.segment_length, or give more text"
         )

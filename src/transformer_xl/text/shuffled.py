@@ -53,7 +53,7 @@ class ShuffledDocumentDataset(TokenDataset):
         if len(self.document_starts) < self.batch_size:
             raise UserError(
                 f"the text has {len(self.document_starts):,} documents, and a batch of {self.batch_size:,} sequences "
-                "needs one for each; lower --train.batch-size, or prepare the corpus with --document-unit line"
+                "needs one for each; lower train.batch_size, or prepare the corpus with document_unit=line"
             )
         assert self.document_starts[0] == 0
 

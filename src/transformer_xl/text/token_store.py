@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from transformer_xl.config import Settings, UserError, check_settings, check_type, nearest
@@ -61,14 +61,6 @@ class SplitRecord(Settings):
     documents_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Checksum of the file with the document starts."""
 
-    @model_validator(mode="after")
-    def _check_shard_lengths(self) -> Self:
-        if sum(self.shard_lengths) != self.num_tokens:
-            raise ValueError(
-                f"shard_lengths sum to {sum(self.shard_lengths):,}, expected num_tokens ({self.num_tokens:,})"
-            )
-        return self
-
 
 class CorpusRecord(Settings):
     """The contents of `corpus.json`."""
@@ -83,12 +75,6 @@ class CorpusRecord(Settings):
     """Fingerprint of the tokenizer: the sha256 of its JSON (`tokenizers.storage.fingerprint`)."""
     splits: dict[SplitName, SplitRecord]
     """Records by split; train is always present."""
-
-    @model_validator(mode="after")
-    def _check_train(self) -> Self:
-        if "train" not in self.splits:
-            raise ValueError("the split 'train' is missing")
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +188,6 @@ class Corpus(Displayed):
             )
         dtype = token_dtype(tokenizer.vocab_size)
         for split, record in corpus_record.splits.items():
-            if record.dtype != dtype.name:
-                raise UserError(
-                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, expected {dtype.name}; "
-                    f"{_RECOVERY}"
-                )
             for file, length in _token_files(path, split, record).items():
                 _check_size(file, length * dtype.itemsize)
             _check_size(documents_file(path, split), record.num_documents * DOCUMENT_START_DTYPE.itemsize)
@@ -256,7 +237,7 @@ class Corpus(Displayed):
             self.verify(name)
         split = cast(SplitName, name)
         record = self.record.splits[split]
-        dtype = np.dtype(record.dtype).newbyteorder("<")
+        dtype = token_dtype(self.tokenizer.vocab_size)
         shards = tuple(_memory_map(file, size, dtype) for file, size in _token_files(self.path, split, record).items())
         return TokenSplit(
             name=split,
@@ -300,15 +281,10 @@ def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Pa
 def _read_record(path: Path) -> CorpusRecord:
     file = path / "corpus.json"
     if not file.exists():
-        if not path.exists():
-            problem = f"no corpus at {path}"
-        elif not path.is_dir():
-            problem = f"{path} is a file, expected the folder of a corpus"
-        elif (path / "config.yaml").exists():
-            problem = f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on"
-        else:
-            problem = f"{path} is not a corpus (it has no corpus.json)"
-        raise UserError(f"{problem}; 'txl prepare FILES --out DIR' creates one")
+        advice = "; its config.yaml names the corpus it was trained on" if (path / "config.yaml").exists() else ""
+        raise UserError(
+            f"no corpus at {path}, which has no corpus.json{advice}; 'txl prepare FILES --out DIR' creates a corpus"
+        )
     values = read_json_object(file)
     if (values.get("format"), values.get("version")) != (_FORMAT, _VERSION):
         raise UserError(

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.documents import Document
 from transformer_xl.text.sources import arrays
-from transformer_xl.text.sources.arrays import ArrayRange, limit_values
+from transformer_xl.text.sources.arrays import ArrayRange
 
 
 @given(
@@ -83,22 +82,3 @@ def test_damaged_and_truncated_files_are_refused(tmp_path: Path) -> None:
     np.save(path, np.arange(997))
     with pytest.raises(UserError, match=r"a.npy became shorter while it was read"):
         list(whole)
-
-
-def test_value_out_of_range_is_reported_with_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "_CHUNK_VALUES", 4)
-    array = np.arange(35)
-    array[[25, 31]] = -2, 2**31  # in the shape (5, 7) at [3, 4] and [4, 3]; every other value is its index
-    one, two = tmp_path / "one.npy", tmp_path / "two.npy"
-    np.save(one, array)
-    np.save(two, array.reshape(5, 7))
-    for path, start, stop, below, message in (
-        (one, 0, 35, 29, r"one.npy: array\[25\] is -2, expected an integer from 0 to 28; remove it, or renumber"),
-        (two, 0, 35, 29, r"two.npy: array\[3, 4\] is -2, expected an integer from 0 to 28; remove it, or renumber"),
-        (two, 0, 25, 23, r"two.npy: array\[3, 2\] is 23, expected .* 0 to 22; .* and a larger --vocab-size$"),
-        (two, 26, 35, 2**31 - 1, r"array\[4, 3\] is 2147483648, expected .* 0 to 214748364\d; .* renumber"),
-    ):
-        (document,) = limit_values([Document("a", ArrayRange(path, start=start, stop=stop))], below=below)
-        with pytest.raises(UserError, match=message):
-            list(document.chunks)
-    assert b"".join(ArrayRange(two, start=26, stop=31, below=31)) == b"26 27\n28 29 30\n"

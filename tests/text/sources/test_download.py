@@ -171,7 +171,7 @@ def error_of(file: RemoteFile, folder: Path) -> str:
         download_file(file, folder)
     message = re.fullmatch(
         rf"a.zip \({digest(CONTENT)}\) cannot be downloaded \[(.*)\]; try again later, or download it yourself into "
-        rf"{folder}, or .* --data-dir DIR; .* your own: txl prepare --train FILE --valid FILE --test FILE",
+        rf"{folder}, or .* data_dir=DIR; .* your own: txl prepare --train FILE --valid FILE --test FILE",
         str(caught.value),
     )
     assert message

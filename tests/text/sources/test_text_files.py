@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,8 +22,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.documents import SPLITS, SplitName, TextSource
 from transformer_xl.text.prepare import find_text
 from transformer_xl.text.sources import archives, splitting
-from transformer_xl.text.sources.splitting import SplitMethod
-from transformer_xl.text.sources.text_files import FileSelection
+from transformer_xl.text.text_config import TextConfig
 
 # Fractions that leave the whole text to train.
 ONLY_TRAIN: Mapping[SplitName, float] = {"valid": 0, "test": 0}
@@ -31,22 +31,17 @@ ONLY_TRAIN: Mapping[SplitName, float] = {"valid": 0, "test": 0}
 def find(
     *sources: str | Path,
     splits: Mapping[SplitName, Sequence[str]] | None = None,
-    fractions: Mapping[SplitName, float | None] | None = None,
+    documents: Sequence[str | bytes] | None = None,
+    fractions: Mapping[SplitName, float] | None = None,
     kind: str | None = None,
-    method: SplitMethod | None = None,
-    seed: int | None = None,
-    **selection: Any,
+    method: str | None = None,
+    **settings: Any,
 ) -> TextSource:
-    """The text of files and folders; `selection` has fields of FileSelection."""
-    return find_text(
-        [str(source) for source in sources],
-        splits=splits,
-        fractions=fractions,
-        kind=kind,
-        split_method=method,
-        seed=seed,
-        selection=FileSelection(**selection),
-    )
+    """The text of files and folders, or of documents; `settings` has fields of TextConfig."""
+    settings |= {f"{split}_fraction": fraction for split, fraction in (fractions or {}).items()}
+    settings |= {"split_method": method} if method else {}
+    config = TextConfig(**settings)
+    return find_text([str(source) for source in sources], documents=documents, splits=splits, kind=kind, config=config)
 
 
 def texts_of(source: TextSource) -> list[bytes]:
@@ -96,7 +91,7 @@ def test_splits_end_at_the_best_boundaries_and_join_to_the_whole_text(
 ) -> None:
     fractions: Mapping[SplitName, float] = {"valid": valid, "test": test}
     if form == "in memory":
-        find_source = partial(find_text, documents=texts, fractions=fractions, split_method="end")
+        find_source = partial(find, documents=texts, fractions=fractions, method="end")
     else:
         files = {
             f"{index}.{form}": gzip.compress(text, 1) if form == "gz" else text for index, text in enumerate(texts)
@@ -113,7 +108,9 @@ def test_splits_end_at_the_best_boundaries_and_join_to_the_whole_text(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splitting, "SPLIT_TOLERANCE_BYTES", tolerance)
         if not all(expected[split] for split, fraction in (("train", 1), ("valid", valid), ("test", test)) if fraction):
-            with pytest.raises(UserError, match=f"short to split: {len(whole)} bytes leave (train|valid|test) empty"):
+            with pytest.raises(
+                UserError, match=f"short to split: {len(whole)} bytes .* leave (train|valid|test) empty"
+            ):
                 find_source()
             return
         source = find_source()
@@ -218,7 +215,7 @@ def test_integer_text_is_split_between_lines(
 ) -> None:
     whole = b"".join(b" ".join(b"%d" % (index * length) for index in range(length)) + b"\n" for length in lengths)
     path = make_files(tmp_path_factory.mktemp("numbers"), {"a": whole}) / "a"
-    fractions: dict[SplitName, float | None] = {"valid": fraction, "test": 0}
+    fractions: dict[SplitName, float] = {"valid": fraction, "test": 0}
     # If the boundary falls in the last line, no line is left for valid.
     if whole.find(b"\n", len(whole) - round(len(whole) * fraction) - 1) == len(whole) - 1:
         with pytest.raises(UserError, match="leave valid empty"):
@@ -249,10 +246,40 @@ def test_arrays_are_split_between_rows_or_values(tmp_path: Path, array: np.ndarr
 def test_arrays_need_the_integer_tokenizer(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100))
     make_files(tmp_path, {"b.txt": b"1 2\n" * 97})
-    with pytest.raises(UserError, match=r"a.npy contains integers, not text; .*leave it out \(--exclude '\*.npy'"):
+    with pytest.raises(UserError, match=r"a.npy contains integers, not text; .*leave it out \(exclude='\*.npy'"):
         find(tmp_path)
     splits: Mapping[SplitName, Sequence[str]] = {"train": [f"{tmp_path}/a.npy"], "valid": [f"{tmp_path}/b.txt"]}
     assert find(splits=splits, kind="integer").tokenizer.kind == "integer"
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (["nothing"], r"^'nothing' is no file, folder or pattern with text \(empty and hidden files are left out"),
+        (["d/*.txt"], r"^'d/\*.txt' is no file, folder or pattern with text .*; check the spelling. Known data sets: "),
+        (["pipe"], r"^'pipe' is no file, folder or pattern with text"),
+        (["packed/b/c.zip"], r"^packed/b/c.zip is an archive; extract it first, or leave it out"),
+        (["packed/b"], r"^no file of packed/b is text: packed/b/c.zip \(an archive\); give their encoding"),
+        (["empty.gz"], r"too short to split: 0 bytes .* leave train empty"),
+        (["python-stdlib", "short"], r"give the text in one way: .*a file of that name is ./NAME"),
+        (["x" * 300], "File name too long"),  # file systems allow 255 bytes
+        (["short/x"], "'short/x' is no file"),
+        ([""], r"^'' is no file"),
+    ],
+)
+def test_invalid_sources_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], message: str
+) -> None:
+    make_files(tmp_path, {"short": b"abc", "nothing/empty": b"", "nothing/.hidden": b"x",
+                          "packed/a.txt": b"x" * 97, "packed/b/c.zip": b"PK",
+                          "empty.gz": gzip.compress(b"")})  # fmt: skip
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        find(*sources)
+    if sources == ["d/*.txt"]:
+        with pytest.raises(UserError, match=r"^train: 'd/.* is no file, .*check the spelling.$"):
+            find(splits={"train": sources})
 
 
 def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tmp_path: Path) -> None:
@@ -264,17 +291,17 @@ def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tm
     source = find(tmp_path, fractions=ONLY_TRAIN)
     assert texts_of(source) == ["caf\u00e9\npacked\n".encode()]
     assert source.notes == (
-        f"left out 6 of 8 files, which are not text: {tmp_path}/a.png (byte 0 is 0x89), {tmp_path}/b.pyc (it has a NUL "
-        f"byte), {tmp_path}/c.txt (byte 3 is 0xe9) and 3 more; give --encoding NAME if they are text in another "
-        "encoding, binary to take any bytes",
+        f"left out 6 of 8 files: none is text: {tmp_path}/a.png (byte 0 is 0x89), {tmp_path}/b.pyc (it has a NUL "
+        f"byte), {tmp_path}/c.txt (byte 3 is 0xe9) and 3 more; give their encoding if they are text in another "
+        "one, binary to take any bytes",
     )
-    assert find(splits={"train": [f"{tmp_path}/*.txt"]}).notes[0].startswith("--train: left out 2 of 3 files")
+    assert find(splits={"train": [f"{tmp_path}/*.txt"]}).notes[0].startswith("train: left out 2 of 3 files")
     reasons = {
         "a.png": "byte 0 is 0x89", "b.pyc": "it has a NUL byte", "c.txt": "byte 3 is 0xe9",
-        "e.txt": "it begins with the byte order mark of utf-16", "f.txt.gz": "byte 1,048,576 is 0xe9",
+        "e.txt": "byte 0 is 0xff", "f.txt.gz": "byte 1,048,576 is 0xe9",
     }  # fmt: skip
     for name, reason in reasons.items():
-        with pytest.raises(UserError, match=rf"{name}: not text in utf-8: {reason}; .*--encoding binary to take its"):
+        with pytest.raises(UserError, match=rf"{name}: not text in utf-8: {reason}; .*encoding=binary to take its"):
             find(tmp_path / name)
     binary = find(tmp_path, fractions=ONLY_TRAIN, encoding="binary", exclude=["*.zip", "*.gz"])
     assert texts_of(binary) == [
@@ -308,9 +335,9 @@ def test_other_encodings_become_utf8_without_byte_order_mark(
         ("utf-16", b"a" * 9, "UTF-16 stream does not start with BOM"),
         ("utf-16-le", b"a" * 9, "byte 8 is 0x61"),
         ("latin-1", b"a" * 9 + b"\0", "it has a NUL byte"),
+        ("latin-1", "text".encode("utf-8-sig"), "it begins with a byte order mark of Unicode"),
         ("utf-7", b"+2AA-", "'utf-8' codec can't encode"),
-        ("utf-8", "text".encode("utf-32"), "it begins with the byte order mark of utf-32"),
-        ("latin-1", "text".encode("utf-8-sig"), "it begins with the byte order mark of utf-8"),
+        ("utf-8", "text".encode("utf-32"), "byte 0 is 0xff"),
     ],
 )
 def test_file_in_another_encoding_is_refused(
@@ -324,7 +351,7 @@ def test_file_in_another_encoding_is_refused(
 
 def test_byte_order_marks_of_texts_in_memory_are_no_text() -> None:
     documents = ["\ufeffone\n", b"\xef\xbb\xbftwo\n"]
-    assert texts_of(find_text(documents=documents, fractions=ONLY_TRAIN)) == [b"one\ntwo\n"]
+    assert texts_of(find(documents=documents, fractions=ONLY_TRAIN)) == [b"one\ntwo\n"]
 
 
 @pytest.mark.parametrize(
@@ -392,7 +419,7 @@ def test_random_split_draws_blocks_of_a_file_that_holds_much_of_the_text(tmp_pat
 
 
 def test_random_split_has_its_fraction_where_little_is_left_to_train() -> None:
-    source = find_text(documents=[b"text\n" * 400], fractions={"valid": 0.9, "test": 0.0})
+    source = find(documents=[b"text\n" * 400], fractions={"valid": 0.9, "test": 0.0})
     assert "; blocks of" in source.description
     assert [len(text) for text in texts_of(source)] == pytest.approx([200, 1800], abs=10)
 
@@ -409,7 +436,7 @@ def test_random_split_draws_blocks_where_files_are_few(
         np.save(tmp_path / "a.npy", np.array([line.split() for line in lines], dtype=np.int64))
         source = find(tmp_path / "a.npy")
     elif form == "in memory":
-        source = find_text(documents=[whole])
+        source = find(documents=[whole])
     elif form == "three files":
         parts = {
             str(part): b"".join(lines[part * 1667 : (part + 1) * 1667]) + b"x\n" * (part == 9) for part in range(4)
@@ -458,9 +485,9 @@ def test_random_split_loses_no_text_and_leaves_no_split_empty(
         fraction > 0 for fraction in fractions.values()
     ):
         with pytest.raises(UserError, match="too short to split"):
-            find_text(documents=documents, fractions=fractions, seed=seed)
+            find(documents=documents, fractions=fractions, seed=seed)
         return
-    source = find_text(documents=documents, fractions=fractions, seed=seed)
+    source = find(documents=documents, fractions=fractions, seed=seed)
     pieces = [
         (document.chunks.path.name, document.chunks.start, text_of([document]))
         for docs in source.splits.values()

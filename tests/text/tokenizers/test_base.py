@@ -153,7 +153,7 @@ def test_id_outside_the_vocabulary_is_refused(name: str) -> None:
     "name", [name for name, tokenizer in TOKENIZERS.items() if tokenizer.kind not in ("byte", "integer")]
 )
 def test_text_that_is_not_utf8_is_refused_with_its_position(name: str) -> None:
-    with pytest.raises(EncodingError, match=r"not UTF-8 \(byte 0xff\); .*--tokenizer byte") as caught:
+    with pytest.raises(EncodingError, match=r"not UTF-8 \(byte 0xff\); .*tokenizer=byte") as caught:
         TOKENIZERS[name].encode_chunk("the \u00e9".encode() + b"\xffa")
     assert caught.value.position == 6
     copy = pickle.loads(pickle.dumps(caught.value))  # as when a worker process raises it

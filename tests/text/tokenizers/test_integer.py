@@ -53,32 +53,28 @@ def test_ids_are_the_integers_alone_without_end_of_sequence() -> None:
     assert tokenizer.decode([7, 13, 7, 30]) == "7 13 7 30"
 
 
-# Advice in the messages. A vocabulary with the integer n has at least n + 2 tokens: 0 to n, and end of sequence.
-LARGER_VOCABULARY = "remove it; a corpus prepared with --vocab-size {}, and a model trained on it, have it"
-RENUMBER = "remove it, or renumber the values from 0"
-DIGITS = "write it in the digits 0 to 9 alone, or remove it"
-
-
 @pytest.mark.parametrize(
     # `position`: byte offset of the first invalid word. `shown`: how the message shows this word.
-    ("text", "position", "shown", "advice"),
+    ("text", "position", "shown"),
     [
-        (b"7 30\n31 5", 5, "'31'", LARGER_VOCABULARY.format(33)),
-        (b"00000000000 31", 12, "'31'", LARGER_VOCABULARY.format(33)),
+        (b"7 30\n31 5", 5, "'31'"),
+        (b"00000000000 31", 12, "'31'"),
         # 2147483645 is the largest integer that a vocabulary can have (MAX_VALUES - 1)
-        (b"7 2147483645 5", 2, "'2147483645'", LARGER_VOCABULARY.format(2**31 - 1)),
-        (b"7\n2147483646", 2, "'2147483646'", RENUMBER),
-        (b"99999999999999999999 5", 0, "'99999999999999999999'", RENUMBER),
-        (b"5 " + b"1" * 5000, 2, "'" + "1" * 40 + r"\.\.\.'", RENUMBER),
-        (b"7 -3", 2, "'-3'", RENUMBER),
-        (b"7 12x4 5", 2, "'12x4'", DIGITS),
-        (b"7\x00", 0, r"'7\\x00'", DIGITS),
-        ("7\n\u0663".encode(), 2, "'\u0663'", DIGITS),
-        (b"7 \xff", 2, r"'\\\\xff'", DIGITS),
+        (b"7 2147483645 5", 2, "'2147483645'"),
+        (b"7\n2147483646", 2, "'2147483646'"),
+        (b"99999999999999999999 5", 0, "'99999999999999999999'"),
+        (b"5 " + b"1" * 5000, 2, "'" + "1" * 40 + r"\.\.\.'"),
+        (b"7 -3", 2, "'-3'"),
+        (b"7 12x4 5", 2, "'12x4'"),
+        (b"7\x00", 0, r"'7\\x00'"),
+        ("7\n\u0663".encode(), 2, "'\u0663'"),
+        (b"7 \xff", 2, r"'\\\\xff'"),
     ],
 )
-def test_text_other_than_integers_is_refused(text: bytes, position: int, shown: str, advice: str) -> None:
-    message = f"^byte {position} of the text: {shown} is not an integer from 0 to 30; {advice}$"
+def test_text_other_than_integers_is_refused(text: bytes, position: int, shown: str) -> None:
+    message = (
+        f"^byte {position} of the text: {shown} is not an integer from 0 to 30 in the digits .* larger vocab_size$"
+    )
     with pytest.raises(EncodingError, match=message) as caught:
         IntegerTokenizer(num_values=31).encode_chunk(text)
     assert caught.value.position == position

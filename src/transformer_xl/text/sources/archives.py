@@ -1,4 +1,4 @@
-"""Reads text in chunks from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive; in any encoding."""
+"""Reads text in chunks from files, plain or compressed (gzip, bzip2, xz), in any encoding; extracts archives."""
 
 from __future__ import annotations
 
@@ -19,23 +19,17 @@ from typing import IO, cast
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_folder
+from transformer_xl.text.text_config import BINARY
 
 CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
-BINARY = "binary"
-"""The encoding of files whose bytes are used as they are."""
 BYTE_ORDER_MARK = "\ufeff"
 """A character at the start of a file that tells its encoding, and is no part of its text."""
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, with whose mark it begins
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
-_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
+# A RuntimeError is raised for an encrypted member of a zip archive, and for an unsupported compression.
+_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError)
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage (such as `download enwik8.zip`), the bytes processed so far, and the total (0 if
@@ -100,39 +94,31 @@ def raw_chunks(path: Path) -> Iterator[bytes]:
 class FileRange:
     """The bytes from `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
 
-    The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`, or a member of a zip archive.
-    Positions count decompressed bytes, and with an encoding those of the text as UTF-8.
+    The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`. Positions count decompressed
+    bytes, and with an encoding those of the text as UTF-8.
     """
 
     path: Path
     start: int = 0
     stop: int | None = None
     """End position, or None for the end of the text."""
-    member: str = ""
-    """Member of the zip archive at `path`, or empty for the file itself."""
     encoding: str = BINARY
     """Encoding of the file, which is decoded and becomes UTF-8 without byte order mark; binary: bytes as they are."""
 
     @property
     def name(self) -> str:
-        """Path, member and start, for messages."""
-        text = f"{self.path} ({self.member})" if self.member else str(self.path)
-        return f"{text}, from byte {self.start:,} on" if self.start else text
+        """Path and start, for messages."""
+        return f"{self.path}, from byte {self.start:,} on" if self.start else str(self.path)
 
     @property
     def is_compressed(self) -> bool:
         """Whether the file has to be decompressed."""
-        return bool(self.member) or self.path.suffix.lower() in COMPRESSED_SUFFIXES
+        return self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
     @property
     def is_seekable(self) -> bool:
         """Whether a part of the text can be read without what is before it in the file."""
         return not self.is_compressed and self.encoding == BINARY
-
-    @property
-    def known_num_bytes(self) -> int:
-        """Length in bytes, or 0 if computing it would require reading the file."""
-        return self.size() if self.is_seekable or self.stop is not None else 0
 
     def __iter__(self) -> Generator[bytes]:
         """Read the chunks.
@@ -141,7 +127,7 @@ class FileRange:
             UserError: the file cannot be read, is damaged, was truncated meanwhile, or has another encoding.
         """
         num_left = sys.maxsize if self.stop is None else self.stop - self.start
-        with _open_text(self.path, self.member) as file:
+        with _open_text(self.path) as file:
             if self.encoding == BINARY:
                 file.seek(self.start)
                 while num_left and (chunk := file.read(min(num_left, CHUNK_BYTES))):
@@ -180,22 +166,28 @@ def read_text_file(path: Path) -> bytes:
     Raises:
         UserError: the file cannot be read, or is damaged.
     """
-    with _open_text(path, "") as file:
+    with _open_text(path) as file:
         return file.read().removeprefix(codecs.BOM_UTF8)
 
 
 @contextmanager
-def _open_text(path: Path, member: str) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed according to its suffix, or a member of a zip archive."""
-    with _damage_as_user_error(path), path.open("rb", buffering=0) as file, _decompressed(file, path, member) as text:
+def _open_text(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed according to its suffix.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    with (
+        as_user_error(f"reading {path}"),
+        _damage_as_user_error(path),
+        path.open("rb", buffering=0) as file,
+        _decompressed(file, path) as text,
+    ):
         yield text
 
 
-def _decompressed(file: IO[bytes], path: Path, member: str = "") -> IO[bytes]:
-    """Return the decompressed contents according to the suffix of `path`, or those of a member of a zip archive."""
-    if member:
-        with _damage_as_user_error(path, RuntimeError), zipfile.ZipFile(file) as archive:
-            return archive.open(member)
+def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
+    """Return the contents of an open file, decompressed according to the suffix of `path`."""
     match path.suffix.lower():
         case ".gz" | ".tgz":
             return cast(IO[bytes], gzip.open(file))
@@ -221,7 +213,7 @@ class NotTextError(UserError):
 
 def _not_text(name: str, encoding: str, reason: str) -> NotTextError:
     """Return the error for a file that cannot be decoded."""
-    advice = f"--encoding NAME (such as latin-1 or utf-16), or --encoding {BINARY} to take its bytes as they are"
+    advice = f"encoding=NAME (such as latin-1 or utf-16), or encoding={BINARY} to take its bytes as they are"
     return NotTextError(f"{name}: not text in {encoding}: {reason}; leave it out, or give {advice}", reason)
 
 
@@ -235,12 +227,9 @@ def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
     num_read, at_start, is_last = 0, True, False
     while not is_last:
         content = file.read(CHUNK_BYTES)
-        if not num_read:
-            # UTF-16 and UTF-32 refuse the marks of others; most other encodings would take them for characters
-            marked = next((marked for mark, marked in _MARKS.items() if content.startswith(mark)), None)
-            is_unicode = encoding.lower().startswith("u") and encoding != "utf-8"
-            if marked not in (None, encoding) and not is_unicode:
-                raise _not_text(name, encoding, f"it begins with the byte order mark of {marked}")
+        # encodings of single bytes would take a mark of Unicode for characters
+        if not num_read and content.startswith(_MARKS) and not encoding.lower().startswith("u"):
+            raise _not_text(name, encoding, "it begins with a byte order mark of Unicode")
         num_read, is_last = num_read + len(content), not content
         try:
             text = decoder.decode(content, final=is_last)
@@ -282,40 +271,23 @@ def check_text(text: FileRange, progress: Callable[[int], None]) -> FileRange:
 
 
 @contextmanager
-def _damage_as_user_error(path: Path, *unsupported: type[Exception]) -> Iterator[None]:
-    """Convert errors of reading and decompressing a file to one-line user errors.
-
-    Args:
-        path: the file, for messages.
-        unsupported: what else is converted; zipfile raises RuntimeError if a member is encrypted, and its subclass
-            NotImplementedError for a compression method or version that Python does not support.
-    """
-    with as_user_error(f"reading {path}"):
-        try:
-            yield
-        except (*_DECOMPRESSION_ERRORS, *unsupported, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
-                raise
-            raise UserError(f"{path}: not readable, perhaps damaged or truncated ({error}); get it again") from None
+def _damage_as_user_error(path: Path) -> Iterator[None]:
+    """Convert errors of decompressing a file to a one-line user error."""
+    try:
+        yield
+    except (*_DECOMPRESSION_ERRORS, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
+            raise
+        raise UserError(f"{path}: not readable, perhaps damaged or truncated ({error}); get it again") from None
 
 
-def zip_members(path: Path) -> list[str]:
-    """Return the names of the files in a zip archive.
-
-    Raises:
-        UserError: the file cannot be read, or is damaged.
-    """
-    with _damage_as_user_error(path, RuntimeError), zipfile.ZipFile(path) as archive:
-        return [entry.filename for entry in archive.infolist() if not entry.is_dir()]
-
-
-def extract_from_tar(path: Path, members: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
-    """Extract some files of a tar archive atomically into a new flat folder, each under its base name.
+def extract(path: Path, members: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
+    """Extract some files of a zip or tar archive atomically into a new flat folder, each under its base name.
 
     Nothing else in the archive is extracted: no links, no folders, no other files.
 
     Args:
-        path: the archive, decompressed according to its suffix.
+        path: the archive.
         members: paths in the archive; a file at another path is extracted if it has the same base name.
         folder: folder to create, which must not exist; it is created even if the archive contains none of the files.
         progress: called with the number of compressed bytes read.
@@ -324,26 +296,35 @@ def extract_from_tar(path: Path, members: Collection[str], folder: Path, progres
         UserError: the archive is damaged or cannot be read, or the folder cannot be written.
     """
     names = {PurePosixPath(member).name for member in members}
-    with atomic_folder(folder) as temporary, _damage_as_user_error(path), path.open("rb") as file:
+    with (
+        as_user_error(f"reading {path}"),
+        path.open("rb") as file,
+        atomic_folder(folder) as temporary,
+        _damage_as_user_error(path),
+    ):
         total = path.stat().st_size
-        # Decompress here, since tarfile stops before the gzip checksum at the end of the stream.
-        with _decompressed(file, path) as decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
-            for entry in archive:
-                target = temporary / PurePosixPath(entry.name).name
-                # A file at a requested path replaces one that only has the same base name.
-                is_exact = entry.name.removeprefix("./") in members
-                content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
-                if content is None or (target.exists() and not is_exact):
-                    continue
-                with as_user_error(f"writing {folder}"), target.open("wb") as output:
-                    while chunk := _read_chunk(content, path):
+        for member, content in _files_named(names, file, path):
+            target = temporary / PurePosixPath(member).name
+            # A file at a requested path replaces one that only has the same base name.
+            if member.removeprefix("./") in members or not target.exists():
+                with target.open("wb") as output:
+                    while chunk := content.read(CHUNK_BYTES):
                         output.write(chunk)
                         progress(f"extract {path.name}", file.tell(), total)
-            while decompressed.read(CHUNK_BYTES):
-                pass
 
 
-def _read_chunk(content: IO[bytes], path: Path) -> bytes:
-    """Read a chunk; errors name the archive at `path` even in a block that converts errors of writing."""
-    with _damage_as_user_error(path):
-        return content.read(CHUNK_BYTES)
+def _files_named(names: Collection[str], file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield path and content of the files in an open archive that have one of the base names."""
+    if path.suffix.lower() == ".zip":
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.namelist():
+                if PurePosixPath(member).name in names:
+                    yield member, archive.open(member)
+        return
+    # Decompress here, since tarfile stops before the gzip checksum at the end of the stream.
+    with _decompressed(file, path) as decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
+        for entry in archive:
+            if entry.isreg() and PurePosixPath(entry.name).name in names:
+                yield entry.name, cast(IO[bytes], archive.extractfile(entry))
+        while decompressed.read(CHUNK_BYTES):
+            pass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers.integer import MAX_VALUES
 
 _CHUNK_VALUES = 2**16
 # What numpy raises for damaged files.
@@ -32,10 +30,6 @@ class ArrayRange:
     path: Path
     start: int
     stop: int
-    below: int = MAX_VALUES
-    """Exclusive upper bound of the values, which must not be negative."""
-
-    known_num_bytes = 0  # unknown: the text is made from the values only when it is read
 
     @classmethod
     def whole(cls, path: Path) -> ArrayRange:
@@ -65,39 +59,17 @@ class ArrayRange:
         """Read the chunks.
 
         Raises:
-            UserError: the file cannot be read, was truncated meanwhile, or contains a value that is out of range.
+            UserError: the file cannot be read, or was truncated meanwhile.
         """
         array = _open_array(self.path)
         if array.size < self.stop:
             raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
         for first in range(self.start, self.stop, _CHUNK_VALUES):
             values = array.flat[first : min(first + _CHUNK_VALUES, self.stop)]
-            invalid = np.flatnonzero((values < 0) | (values >= self.below))
-            if invalid.size:
-                raise self._out_of_range(array, first + int(invalid[0]))
             yield "".join(
                 f"{value}\n" if next_position % array.shape[-1] == 0 or next_position == self.stop else f"{value} "
                 for next_position, value in enumerate(values.tolist(), first + 1)
             ).encode("ascii")
-
-    def _out_of_range(self, array: npt.NDArray[np.integer[Any]], position: int) -> UserError:
-        value, index = array.flat[position], np.unravel_index(position, array.shape)
-        in_range = 0 <= value < MAX_VALUES
-        advice = "give --tokenizer integer and a larger --vocab-size" if in_range else "renumber the values from 0"
-        return UserError(
-            f"{self.path}: array[{', '.join(map(str, index))}] is {value}, expected an integer from 0 to "
-            f"{self.below - 1}; remove it, or {advice}"
-        )
-
-
-def limit_values(documents: Iterable[Document], below: int) -> list[Document]:
-    """Return the documents, those of .npy files with the exclusive upper bound `below` (see `ArrayRange.below`)."""
-    return [
-        replace(document, chunks=replace(document.chunks, below=below))
-        if isinstance(document.chunks, ArrayRange)
-        else document
-        for document in documents
-    ]
 
 
 def _open_array(path: Path) -> npt.NDArray[np.integer[Any]]:

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, atomic_file, cache_folder
+from transformer_xl.files import as_user_error, cache_folder
 from transformer_xl.text.sources.archives import (
     COMPRESSED_SUFFIXES,
     FileDigest,
     FileRange,
     Progress,
     compute_digest,
-    extract_from_tar,
-    is_archive,
+    extract,
     no_progress,
     raw_chunks,
-    zip_members,
 )
 from transformer_xl.text.sources.download import OWN_FILES_COMMAND, RemoteFile, download_file
 
@@ -76,96 +74,60 @@ def find_files(
     if archived:
         assert archive is not None
         path = download_file(archive, cache_folder(), progress)
-        found |= _texts_in_archive(path, archived, dataset, archive.digest, progress)
+        found |= _texts_in_archive(path, archived, dataset, archive, progress)
     assert found.keys() == set(texts), "the archive lacks a text"
     return found
 
 
-def plain_file(text: FileRange, name: str) -> Path:
-    """Return the path of a text as a plain file; a compressed one is decompressed into the cache as `name`.
-
-    Raises:
-        UserError: a file cannot be read or written.
-    """
-    if not text.is_compressed:
-        return text.path
-    target = cache_folder() / "unpacked" / name
-    with as_user_error(f"writing {target}"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(target) as temporary, temporary.open("wb") as file:
-            for chunk in text:
-                file.write(chunk)
-    return target
-
-
 def _texts_in_archive(
-    path: Path, texts: Iterable[TextFile], dataset: str, digest: FileDigest | None, progress: Progress
+    path: Path, texts: Iterable[TextFile], dataset: str, archive: RemoteFile, progress: Progress
 ) -> dict[TextFile, FileRange]:
-    """Return those of the texts that a zip or tar archive contains; a tar archive is extracted into the cache once.
+    """Return those of the texts that a verified archive contains; they are extracted into the cache once.
 
     Args:
         path: the archive.
         texts: the texts to look for, by their path or else their base name.
         dataset: name of the data set, for the folder in the cache.
-        digest: verified digest of the archive, or None if it was not verified.
-        progress: called while the archive is checked and extracted.
+        archive: the archive as it is distributed.
+        progress: called while the archive is extracted.
     """
-    if path.suffix.lower() == ".zip":
-        members = zip_members(path)
-        member_of_name = {PurePosixPath(member).name: member for member in members}
-        found = {text: text.path if text.path in members else member_of_name.get(text.name) for text in texts}
-        return {text: FileRange(path, member=member) for text, member in found.items() if member}
-    # The second argument only chooses the algorithm and the total for `progress`; it has no hex digits.
-    digest = digest or compute_digest(raw_chunks(path), FileDigest(path.stat().st_size, "sha256:"), path.name, progress)
-    folder = cache_folder() / "unpacked" / f"{dataset}-{digest.checksum.partition(':')[2][:16]}"
+    folder = cache_folder() / "unpacked" / f"{dataset}-{archive.digest.checksum.partition(':')[2][:16]}"
     if not folder.exists():
-        extract_from_tar(path, [text.path for text in texts], folder, progress)
+        extract(path, [text.path for text in texts], folder, progress)
     return {text: FileRange(folder / text.name) for text in texts if (folder / text.name).exists()}
 
 
 def _search(
     dataset: str, archive: RemoteFile | None, texts: Sequence[TextFile], data_dir: Path, progress: Progress
 ) -> dict[TextFile, FileRange]:
-    """Find texts in `data_dir`: as files, in the distributed archive, or in any other archive; verify the contents."""
+    """Find texts in `data_dir`, as files or in the distributed archive, and verify their contents."""
 
-    def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, *, is_archived: bool) -> None:
-        """Check the contents; the error begins with `label` and ends with a command that skips the check."""
-        actual = compute_digest(chunks, expected, name, progress)
+    def verify(chunks: Iterable[bytes], expected: FileDigest, path: Path) -> None:
+        actual = compute_digest(chunks, expected, path.name, progress)
         if actual != expected:
             raise UserError(
-                f"{label} {actual}, expected {expected} for {dataset}; get it again, or use it as your own text: "
-                f"{'extract it, and ' if is_archived else ''}{OWN_FILES_COMMAND}"
+                f"{path}: {actual}, expected {expected} for {dataset}; get it again, or use its texts as your own: "
+                f"{OWN_FILES_COMMAND}"
             )
 
     with as_user_error(f"reading {data_dir}"):
-        if not data_dir.exists():
-            raise UserError(f"--data-dir {data_dir}: no such file or folder; name the one that contains {dataset}")
         files = [data_dir] if data_dir.is_file() else sorted(data_dir.iterdir())
         found = {text: FileRange(path) for text in texts if (path := _loose_file(text, data_dir))}
-    archive_name = archive.name if archive else ""
-    verified: set[TextFile] = set()
-    for path in sorted(filter(is_archive, files), key=lambda path: path.name != archive_name):
-        missing = [text for text in texts if text not in found]
-        if not missing:
-            break
-        if archive and path.name == archive_name:
-            verify(raw_chunks(path), archive.digest, path.name, f"{path}:", is_archived=True)
-            found |= _texts_in_archive(path, missing, dataset, archive.digest, progress)
-            verified = found.keys() & set(missing)
-        else:
-            found |= _texts_in_archive(path, missing, dataset, None, progress)
+    for text, content in found.items():
+        if text.digest:
+            verify(content, text.digest, content.path)
+    missing = [text for text in texts if text not in found]
+    for path in files if archive and missing else ():
+        if archive and path.name == archive.name:
+            verify(raw_chunks(path), archive.digest, path)
+            found |= _texts_in_archive(path, missing, dataset, archive, progress)
     if missing := [text.name for text in texts if text not in found]:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        archive_or = f"{archive_name} or " if archive and len(missing) == len(texts) else ""
+        archive_or = f"{archive.name} or " if archive and len(missing) == len(texts) else ""
         raise UserError(
-            f"--data-dir {data_dir}: no {archive_or}{names} there for {dataset} (nor with .gz, .bz2 or .xz, nor in a "
-            "zip or tar archive); name the folder that contains them, or leave --data-dir out to download"
+            f"data_dir={data_dir}: no {archive_or}{names} there for {dataset} (nor with .gz, .bz2 or .xz); name the "
+            "folder that contains them, or leave data_dir out to download"
         )
-    for text in texts:
-        if text.digest and text not in verified:
-            content = found[text]
-            label = f"{content.name}:{' decompressed' if content.is_compressed else ''}"
-            verify(content, text.digest, text.name, label, is_archived=bool(content.member))
     return found
 
 

@@ -39,11 +39,7 @@ class RemoteFile:
 
 
 class _MirrorError(Exception):
-    """A mirror could not provide the file; the message is the reason."""
-
-
-class _ConnectionBroken(_MirrorError):
-    """A transfer ended early, so that the next attempt resumes it."""
+    """A mirror could not provide the file, or its transfer ended early; the message is the reason."""
 
 
 def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progress) -> Path:
@@ -81,7 +77,7 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
                 return partial.replace(target)
     raise UserError(
         f"{file.name} ({file.digest}) cannot be downloaded [{'; '.join(failures)}]; try again later, or download it "
-        f"yourself into {folder}, or name the folder that contains it with --data-dir DIR; if the published file has "
+        f"yourself into {folder}, or name the folder that contains it with data_dir=DIR; if the published file has "
         f"changed, use its texts as your own: {OWN_FILES_COMMAND}"
     )
 
@@ -97,7 +93,7 @@ def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> 
         try:
             if size_before != file.digest.num_bytes:
                 _resume(url, file, partial, progress)
-        except _ConnectionBroken:
+        except _MirrorError:
             if _size(partial) <= size_before:
                 raise
             continue
@@ -122,7 +118,7 @@ def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> No
             partial.unlink(missing_ok=True)
         raise _MirrorError(f"answers {error.code} {error.reason}".rstrip()) from None
     except (OSError, HTTPException) as error:
-        raise _broken(error) from None
+        raise _MirrorError(str(error)) from None
     with response:
         resumed = response.status == 206  # partial content: the server supports ranges
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
@@ -134,21 +130,15 @@ def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> No
                 done += len(chunk)
                 progress(f"download {file.name}", done, file.digest.num_bytes)
     if response.length and done < file.digest.num_bytes:  # the response was truncated
-        raise _ConnectionBroken("the connection was broken")
+        raise _MirrorError("the connection was broken")
 
 
 def _read(response: HTTPResponse) -> bytes:
-    """Return the next bytes, or b"" at the end; only network errors become _ConnectionBroken, not those of writing."""
+    """Return the next bytes, or b"" at the end; errors of the network, not those of writing, are the mirror's."""
     try:
         return response.read1(_CHUNK_BYTES)
     except (OSError, HTTPException) as error:
-        raise _broken(error) from None
-
-
-def _broken(error: Exception) -> _ConnectionBroken:
-    """Return a _ConnectionBroken whose message is the reason of `error` in a few words."""
-    cause = getattr(error, "reason", error)  # urllib wraps the connection error
-    return _ConnectionBroken(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
+        raise _MirrorError(str(error)) from None
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from transformer_xl.files import as_user_error
@@ -41,13 +42,13 @@ def glob_files(pattern: str) -> list[Path]:
     """List the files that match a pattern, as `list_files` does; links before its first wildcard are followed."""
     folder = pattern_root(pattern)
     with as_user_error(f"reading {folder}"):
-        return list_files(folder, Path(pattern).parts[len(folder.parts) :]) if folder.is_dir() else []
+        parts = Path(pattern).parts[len(folder.parts) :]
+        return list_files(folder, parts) if parts and folder.is_dir() else []
 
 
 def pattern_root(pattern: str) -> Path:
     """Return the folder before the first wildcard of a pattern."""
-    parts = Path(pattern).parts
-    return Path(*parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+    return Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
 
 
 def matches(file: Path, folder: Path, pattern: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import FileDigest, FileRange, Progress, no_progress
-from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
+from transformer_xl.text.sources.dataset_files import TextFile, find_files
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
 from transformer_xl.text.sources.splitting import hash_fraction
@@ -68,11 +68,11 @@ class NamedDataset(TextSource):
         found = find_files(self.name, self.archive, [*texts, *filter(None, [vocab_file])], data_dir, progress)
         tokenizer = self.tokenizer
         if vocab_file:
-            tokenizer = tokenizer.model_copy(update={"vocab_file": str(plain_file(found[vocab_file], vocab_file.name))})
+            tokenizer = tokenizer.model_copy(update={"vocab_file": str(found[vocab_file].path)})
         splits: dict[SplitName, list[Document]] = {}
         for split, files in self.files.items():
             ranges = [replace(found[file.text], start=file.start, stop=file.stop) for file in files]
-            splits[split] = [Document(text.name, text, text.known_num_bytes) for text in ranges]
+            splits[split] = [Document(text.name, text, text.size()) for text in ranges]
         return replace(self, splits=splits, tokenizer=tokenizer)
 
 

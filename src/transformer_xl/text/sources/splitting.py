@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Literal
 
 from transformer_xl.text.documents import SplitName
 from transformer_xl.text.sources.archives import FileRange
@@ -23,9 +22,6 @@ from transformer_xl.text.sources.arrays import ArrayRange
 
 TextRange = FileRange | ArrayRange
 """Part of a text, iterated in chunks of bytes. `size()`, `start` and `stop` count bytes, or integers in arrays."""
-
-SplitMethod = Literal["random", "end"]
-"""How a text is split: parts from all over it, drawn with a seed, or its end."""
 
 SPLIT_TOLERANCE_BYTES = 2**16
 """Maximum distance by which a split boundary is moved so that it falls between lines."""

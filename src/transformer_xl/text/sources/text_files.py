@@ -20,7 +20,6 @@ from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import (
-    BINARY,
     COMPRESSED_SUFFIXES,
     FileRange,
     NotTextError,
@@ -33,11 +32,9 @@ from transformer_xl.text.sources.arrays import ArrayRange
 from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodec, FileCodecError
 from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
-from transformer_xl.text.sources.splitting import SplitMethod, TextRange, split_at_end, split_at_random
+from transformer_xl.text.sources.splitting import TextRange, split_at_end, split_at_random
+from transformer_xl.text.text_config import BINARY, TextConfig
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
-
-DEFAULT_SPLIT_SEED = 1
-"""Default seed of a random split."""
 
 
 @dataclass(frozen=True)
@@ -75,34 +72,26 @@ def source_of_splits(
     Raises:
         UserError: a text is not for this kind of tokenizer.
     """
-    tokenizer = _default_tokenizer([text for texts in splits.values() for text in texts], kind)
+    is_integer = _has_integers([text for texts in splits.values() for text in texts], kind)
     return TextSource(
         name,
         description,
-        {split: [Document(text.name, text, text.known_num_bytes) for text in texts] for split, texts in splits.items()},
-        tokenizer=tokenizer,
+        {split: [Document(text.name, text, text.size()) for text in texts] for split, texts in splits.items()},
+        tokenizer=TokenizerConfig(kind="integer" if is_integer else "byte"),
         # The vocabulary of an integer tokenizer must contain the integers of all splits.
-        tokenizer_splits=SPLITS if tokenizer.kind == "integer" else ("train",),
+        tokenizer_splits=SPLITS if is_integer else ("train",),
         notes=notes,
     )
 
 
 def split_text(
-    texts: Sequence[TextRange],
-    fractions: Mapping[SplitName, float],
-    *,
-    method: SplitMethod,
-    seed: int,
-    root: Path,
-    kind: str | None,
+    texts: Sequence[TextRange], config: TextConfig, *, root: Path, kind: str | None
 ) -> tuple[dict[SplitName, list[TextRange]], str]:
     """Split texts into train, valid and test, at random or at the end (see `splitting`).
 
     Args:
         texts: the texts, from `texts_of_paths` or in memory.
-        fractions: fractions of all text for valid and test, in [0, 1); the rest is train.
-        method: random, or end for the end of the concatenated texts.
-        seed: seed of a random split.
+        config: fractions of all text for valid and test, method and seed.
         root: folder to which the names of texts are relative that a random split depends on.
         kind: as in `source_of_splits`.
 
@@ -110,65 +99,44 @@ def split_text(
         The texts of each split that has text, and a description of the split.
 
     Raises:
-        UserError: a text is not for this kind of tokenizer, or is too short; or a fraction is out of range.
+        UserError: a text is not for this kind of tokenizer, or is too short.
     """
-    for split, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise UserError(f"--{split}-fraction {fraction:g} is out of range; must be 0 <= fraction < 1")
-    if sum(fractions.values()) >= 1:
-        raise UserError(
-            f"--valid-fraction {fractions['valid']:g} and --test-fraction {fractions['test']:g} leave nothing to train "
-            "on; their sum must be below 1"
-        )
-    whole_lines = _default_tokenizer(texts, kind).kind == "integer"
-    arrays = [text for text in texts if isinstance(text, ArrayRange)]
-    if arrays and len(arrays) < len(texts):
-        raise UserError(
-            f"{arrays[0].path} is an array and other files are text, so they cannot be joined and split; use --train, "
-            "--valid and --test instead"
-        )
-    # compressed files are measured only once; empty ones have nothing to split
-    measured = [replace(text, stop=text.size()) for text in texts]
-    measured = [text for text in measured if text.size()]
-    if method == "end":
-        splits, how = split_at_end(measured, fractions, whole_lines=whole_lines)
+    fractions: dict[SplitName, float] = {"valid": config.valid_fraction, "test": config.test_fraction}
+    whole_lines = _has_integers(texts, kind)
+    if len({isinstance(text, ArrayRange) for text in texts}) > 1:
+        raise UserError("arrays and text files cannot be joined and split; use train, valid and test instead")
+    texts = [text for text in texts if text.size()]  # empty ones have nothing to split
+    if config.split_method == "end":
+        splits, how = split_at_end(texts, fractions, whole_lines=whole_lines)
     else:
-        names = [Path(os.path.relpath(text.path, root)).as_posix() for text in measured]
-        what = "documents" if any(isinstance(text, BytesRange) for text in measured) else "files"
-        splits, how = split_at_random(measured, names, fractions, seed=seed, whole_lines=whole_lines, unit=what)
-    size, unit = sum(text.size() for text in measured), "values" if arrays else "bytes"
+        names = [Path(os.path.relpath(text.path, root)).as_posix() for text in texts]
+        what = "documents" if any(isinstance(text, BytesRange) for text in texts) else "files"
+        splits, how = split_at_random(texts, names, fractions, seed=config.seed, whole_lines=whole_lines, unit=what)
     for split in SPLITS:
         if not splits.get(split) and (split == "train" or fractions[split]):
             raise UserError(
-                f"the text is too short to split: {size:,} {unit} leave {split} empty; pass more text, or change "
-                "--valid-fraction and --test-fraction (0 for none)"
+                f"the text is too short to split: {sum(text.size() for text in texts):,} bytes or integers leave "
+                f"{split} empty; pass more text, or change valid_fraction and test_fraction (0 for none)"
             )
     return {split: splits[split] for split in SPLITS if splits.get(split)}, how
 
 
-def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> TokenizerConfig:
-    """Return the default settings for these texts, after checking that arrays get an integer tokenizer."""
+def _has_integers(texts: Sequence[TextRange], kind: str | None) -> bool:
+    """Return whether the tokenizer of these texts is one of integers, after checking that arrays get such a one."""
     arrays = [text for text in texts if isinstance(text, ArrayRange)]
-    if not arrays:
-        return TokenizerConfig(kind="integer" if kind == "integer" else "byte")
-    if kind not in (None, "integer") or (kind is None and len(arrays) < len(texts)):
+    if arrays and kind != "integer" and (kind is not None or len(arrays) < len(texts)):
         raise UserError(
-            f"{arrays[0].path} contains integers, not text; give --tokenizer integer, or leave it out (--exclude "
-            "'*.npy' leaves out such files of a folder)"
+            f"{arrays[0].path} contains integers, not text; give tokenizer=integer, or leave it out (exclude='*.npy' "
+            "leaves out such files of a folder)"
         )
-    return TokenizerConfig(kind="integer")
+    return bool(arrays) or kind == "integer"
 
 
 @dataclass(frozen=True)
 class FileSelection:
-    """Which files of folders and patterns are read, and in which encoding all files are."""
+    """Which files of folders and patterns are read, and how."""
 
-    include: Sequence[str] = ()
-    """Glob patterns; if there are any, files that match none of them are left out (see `folders.matches`)."""
-    exclude: Sequence[str] = ()
-    """Glob patterns; files that match one of them are left out."""
-    encoding: str = "utf-8"
-    """A text encoding of Python; or binary, which takes the bytes of any file as they are."""
+    config: TextConfig
     codec: FileCodec | None = None
     """Reads all files, or None if they are text."""
     used: set[str] = field(default_factory=set, compare=False)
@@ -176,44 +144,26 @@ class FileSelection:
 
     def selects(self, file: Path, folder: Path) -> bool:
         """Return whether a file of a folder is read, and remember which patterns it matches."""
-        matching = {pattern for pattern in (*self.include, *self.exclude) if matches(file, folder, pattern)}
+        include, exclude = self.config.include, self.config.exclude
+        matching = {pattern for pattern in (*include, *exclude) if matches(file, folder, pattern)}
         self.used.update(matching)
-        return not matching.intersection(self.exclude) and (
-            not self.include or bool(matching.intersection(self.include))
-        )
+        return not matching.intersection(exclude) and (not include or bool(matching.intersection(include)))
 
     @property
     def unused(self) -> list[str]:
         """The patterns that no file matched so far."""
-        return [pattern for pattern in (*self.include, *self.exclude) if pattern not in self.used]
-
-    def check(self) -> None:
-        """Check that the encoding exists.
-
-        Raises:
-            UserError: it does not, or is not one of text.
-        """
-        if self.encoding != BINARY:
-            try:
-                b"a".decode(self.encoding)
-            except UnicodeDecodeError:  # utf-16 needs more bytes
-                pass
-            except (LookupError, ValueError):
-                raise UserError(
-                    f"--encoding {self.encoding} is no encoding of text; give one such as utf-8, latin-1, cp1252 or "
-                    f"utf-16, or {BINARY} for the bytes as they are"
-                ) from None
+        return [pattern for pattern in (*self.config.include, *self.config.exclude) if pattern not in self.used]
 
 
 def texts_of_paths(
-    paths: Sequence[str], option: str = "", selection: FileSelection | None = None, progress: Progress = no_progress
+    paths: Sequence[str], option: str, selection: FileSelection, progress: Progress = no_progress
 ) -> tuple[list[TextRange], tuple[str, ...]]:
     """Return the files that match the paths, folders and glob patterns, in order, after reading them to check them.
 
     Args:
         paths: the paths.
-        option: prefix of each error message, such as `--train: `.
-        selection: which files of folders and patterns are read, and their encoding.
+        option: prefix of each error message, such as `train: `.
+        selection: which files of folders and patterns are read, and how.
         progress: called with the stage `check` while the files are read.
 
     Returns:
@@ -223,12 +173,10 @@ def texts_of_paths(
         UserError: a file is missing, unreadable, empty or not a regular file; a file that was named itself is an
             archive or not text; or nothing is left.
     """
-    selection = selection or FileSelection()
     found = [_files(path, option, selection) for path in paths]
     with as_user_error(f"{option}reading the files"):
-        total = sum(file.stat().st_size for files, _ in found for file in files)
+        total = sum(file.stat().st_size for files in found for file in files)
     done = 0
-    advice = f", or {_ENCODING}" if selection.codec is None else ""
 
     def advance(num_bytes: int) -> None:
         nonlocal done
@@ -237,30 +185,29 @@ def texts_of_paths(
 
     texts: list[TextRange] = []
     skipped: list[str] = []
-    for path, (files, is_named) in zip(paths, found, strict=True):
-        of_path: list[TextRange] = []
+    for path, files in zip(paths, found, strict=True):
+        num_before = len(texts)
         for file in files:
             try:
-                of_path.append(_text_of_file(file, selection, advance))
+                texts.append(_text_of_file(file, selection, advance))
             except NotTextError as error:
-                if is_named:
+                if Path(path).is_file():
                     raise UserError(f"{option}{error}") from None
                 skipped.append(f"{file} ({error.reason})")
-        if not of_path:
-            what = "text" if selection.codec is None else f"a {selection.codec.kind} file"
-            raise UserError(f"{option}no file of {path} is {what}: {_first_few(skipped)}; name another{advice}")
-        texts += of_path
+        if len(texts) == num_before:
+            raise UserError(f"{option}no file of {path} {_not_read(skipped, selection)}")
     if not skipped:
         return texts, ()
+    num_files = sum(map(len, found))
+    return texts, (f"{option}left out {len(skipped):,} of {num_files:,} files: none {_not_read(skipped, selection)}",)
+
+
+def _not_read(skipped: Sequence[str], selection: FileSelection) -> str:
+    """Return what these files are not, and what to do if they are."""
     if selection.codec is not None:
-        kind = selection.codec.kind
-        return texts, (f"{option}left out {len(skipped):,} files, which are not {kind}: {_first_few(skipped)}",)
-    few = _first_few(skipped)
-    num_files = sum(len(files) for files, _ in found)
-    return texts, (f"{option}left out {len(skipped):,} of {num_files:,} files, which are not text: {few}; {_ENCODING}",)
-
-
-_ENCODING = f"give --encoding NAME if they are text in another encoding, {BINARY} to take any bytes"
+        return f"is {selection.codec.kind}: {_first_few(skipped)}"
+    advice = f"give their encoding if they are text in another one, {BINARY} to take any bytes"
+    return f"is text: {_first_few(skipped)}; {advice}"
 
 
 def _first_few(names: Sequence[str]) -> str:
@@ -269,7 +216,7 @@ def _first_few(names: Sequence[str]) -> str:
 
 
 def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int], None]) -> TextRange:
-    """Return a whole file.
+    """Return a whole file, with its end.
 
     Raises:
         NotTextError: it is an archive, or not text in this encoding; or not a file of the codec.
@@ -278,9 +225,9 @@ def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int]
         text = BytesRange(path, content=" ".join(map(str, codec_ids(selection.codec, path))).encode() + b"\n")
         progress(path.stat().st_size)
         return text
-    encoding = selection.encoding
+    encoding = selection.config.encoding
     if path.suffix.lower() in MIDI_SUFFIXES and encoding != BINARY:
-        raise NotTextError(f"{path} is a MIDI file; give --tokenizer midi, or leave it out", "a MIDI file")
+        raise NotTextError(f"{path} is a MIDI file; give tokenizer=midi, or leave it out", "a MIDI file")
     if is_archive(path):
         raise NotTextError(f"{path} is an archive; extract it first, or leave it out", "an archive")
     if path.suffix.lower() == ".npy":
@@ -289,8 +236,7 @@ def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int]
         # another spelling, such as UTF8, must not make another split
         encoding = "utf-8" if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig") else encoding
         return check_text(FileRange(path, encoding=encoding), progress)
-    text = FileRange(path)
-    return text if text.is_compressed else replace(text, stop=text.size())
+    return replace(FileRange(path), stop=FileRange(path).size())
 
 
 def codec_ids(codec: FileCodec, path: Path) -> list[int]:
@@ -305,39 +251,28 @@ def codec_ids(codec: FileCodec, path: Path) -> list[int]:
         raise NotTextError(f"{path}: {error}; leave it out, or save it as {codec.kind} again", str(error)) from None
 
 
-def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Path], bool]:
-    """Return the files that a path, folder or glob pattern selects, and whether it is the path of one file."""
-    if not source:
-        raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
-    path, files = Path(source), list[Path]()
+def _files(source: str, option: str, selection: FileSelection) -> list[Path]:
+    """Return the files that a path, folder or glob pattern selects."""
+    path = Path(source)
     with as_user_error(f"{option}reading {source}"):
-        is_named = path.is_file()
-        if is_named:
+        if path.is_file():
             files = [path] if path.stat().st_size else []
-            problem = f"the file {source} is empty; leave it out, or name one that contains text"
-        elif path.is_dir():
-            files = list_files(path)
-            problem = f"the folder {source} contains no text (hidden and empty files are ignored); name another"
-        elif path.exists():
-            problem = f"{source} is not a regular file; write its text to a file and name that"
-        elif glob.has_magic(source):
-            files = glob_files(source)
-            problem = f"no file with text matches the pattern '{source}'; check it ('**' matches any number of folders)"
         else:
-            data_set = "" if option else f" nor a known data set{nearest(source, DATASET_NAMES)}"
-            known = "" if option else f" (known data sets: {', '.join(DATASET_NAMES)})"
-            problem = f"'{source}' is neither a file nor a folder{data_set}; check the spelling{known}"
+            files = list_files(path) if path.is_dir() and source else glob_files(source)
     if not files:
-        raise UserError(f"{option}{problem}")
-    if not is_named:
-        folder = _folder_of(source)
-        files = [file for file in files if selection.selects(file, folder)]
-        if not files:
-            raise UserError(
-                f"{option}--include and --exclude leave no file of {source}; change their patterns, which are names, "
-                f"or paths from {folder}"
-            )
-    return files, is_named
+        known = "" if option else f" Known data sets: {', '.join(DATASET_NAMES)}{nearest(source, DATASET_NAMES)}."
+        raise UserError(
+            f"{option}'{source}' is no file, folder or pattern with text (empty and hidden files are left out, '**' "
+            f"matches any number of folders); check the spelling.{known}"
+        )
+    folder = _folder_of(source)
+    selected = [file for file in files if file == path or selection.selects(file, folder)]
+    if not selected:
+        raise UserError(
+            f"{option}include={selection.config.include} and exclude={selection.config.exclude} leave no file of "
+            f"{source}; change the patterns, which are names, or paths from {folder}"
+        )
+    return selected
 
 
 def _folder_of(source: str) -> Path:

@@ -346,7 +346,7 @@ def decode_utf8(chunk: bytes) -> str:
     try:
         return chunk.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8 (byte 0x{chunk[error.start]:02x}); save it as UTF-8, or prepare it with --tokenizer byte"
+        reason = f"not UTF-8 (byte 0x{chunk[error.start]:02x}); save it as UTF-8, or prepare it with tokenizer=byte"
         raise EncodingError(error.start, reason) from None
 
 
@@ -358,10 +358,12 @@ def check_counts(counts: object, vocab_size: int) -> npt.NDArray[np.int64] | Non
     """
     if counts is None:
         return None
-    if not isinstance(counts, list) or not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        raise ValueError("its counts are not a list of non-negative integers")
-    if len(counts) != vocab_size:
-        raise ValueError(f"it has {len(counts):,} counts for {vocab_size:,} tokens")
+    if not (
+        isinstance(counts, list)
+        and len(counts) == vocab_size
+        and all(type(count) is int and 0 <= count < 2**63 for count in counts)
+    ):
+        raise ValueError(f"its counts are not {vocab_size:,} non-negative integers, one for each token")
     return np.array(counts, dtype=np.int64)
 
 

@@ -183,18 +183,14 @@ def _check_structure(values: Mapping[str, Any], original: Mapping[str, Any]) -> 
         ValueError: a component changes the text.
     """
     model = values["model"]
-    if model["type"] != "BPE":
-        raise ValueError("it is not of type BPE")
     tokens = original["model"]["vocab"] | {token["content"]: token["id"] for token in original.get("added_tokens", ())}
     if sorted(tokens.values()) != list(range(len(tokens))):
         raise ValueError("its token ids are not 0, 1, 2, ... without gaps and duplicates")
     pre_tokenizer = values["pre_tokenizer"] or {"type": None}
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    byte_level = [part for part in parts if part["type"] == "ByteLevel"]
-    if not byte_level or byte_of_character().keys() - model["vocab"].keys():
-        raise ValueError("it is not byte-level, so it cannot encode every text")
-    if any(part["add_prefix_space"] for part in byte_level):
-        raise ValueError("it puts a space before the text (add_prefix_space)")
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    if model["type"] != "BPE" or not byte_level or byte_of_character().keys() - model["vocab"].keys():
+        raise ValueError("it is not byte-level BPE, so it cannot encode every text")
     for part in parts:
         if part["type"] not in _LOSSLESS_PRE_TOKENIZERS or part.get("behavior") == "Removed":
             raise ValueError(f"its pre-tokenizer {part['type']} may drop text")

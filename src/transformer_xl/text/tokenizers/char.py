@@ -112,10 +112,13 @@ class CharTokenizer(ByteLevelTokenizer):
         characters, byte_fallback = values.get("characters"), values.get("byte_fallback")
         if not isinstance(byte_fallback, bool):
             raise ValueError(f"byte_fallback is {byte_fallback!r}, expected true or false")
-        if not isinstance(characters, list) or not all(isinstance(one, str) and len(one) == 1 for one in characters):
-            raise ValueError("its characters are not a list of single characters")
-        if len(set(characters)) < len(characters) or not (byte_fallback or characters):
-            raise ValueError("it has no characters, or one of them twice")
+        if not (
+            isinstance(characters, list)
+            and all(isinstance(one, str) and len(one) == 1 for one in characters)
+            and len(set(characters)) == len(characters)
+            and (byte_fallback or characters)
+        ):
+            raise ValueError("its characters are not a list of different single characters")
         tokenizer = cls("".join(characters), byte_fallback=byte_fallback)
         # vocab_size raises a ValueError for an unpaired surrogate, which has no UTF-8 bytes
         return replace(tokenizer, counts=check_counts(values.get("counts"), tokenizer.vocab_size))

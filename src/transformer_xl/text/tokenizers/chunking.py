@@ -11,7 +11,6 @@ ENCODE_CHUNK_BYTES = 4 * 2**20
 """Approximate size of the chunks that are encoded at once."""
 MAX_UNSPLIT_BYTES = 16 * 2**20
 """Maximum number of consecutive bytes without a split position, since they have to be held in memory."""
-_SEARCHED_BYTES = 256  # at the end of a text, in the first step of a backward search; doubled in each further step
 
 
 def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:
@@ -52,7 +51,7 @@ def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCO
         yield bytes(buffer)
 
 
-_NO_SPACE = "no whitespace in 16 MiB, so this is probably not text; leave it out, or use --tokenizer byte"
+_NO_SPACE = "no whitespace in 16 MiB, so this is probably not text; leave it out, or use tokenizer=byte"
 _NO_NEWLINE = (
     "no newline in 16 MiB, nor whitespace at which this tokenizer can split the text; break the line, or leave it out"
 )
@@ -66,8 +65,4 @@ def last_whitespace(text: bytes) -> int:
 def last_match_in_line(pattern: re.Pattern[bytes], text: bytes) -> int:
     """Return the start of the last match in the last line, or the start of that line if nothing matches."""
     line_start = text.rfind(b"\n") + 1
-    search_start, num_searched, last_match = len(text), _SEARCHED_BYTES, line_start
-    while last_match == line_start and search_start > line_start:  # search backwards: the last match is usually near
-        search_start, num_searched = max(line_start, len(text) - num_searched), 2 * num_searched
-        last_match = max((match.start() for match in pattern.finditer(text, search_start)), default=line_start)
-    return last_match
+    return max((match.start() for match in pattern.finditer(text, line_start)), default=line_start)

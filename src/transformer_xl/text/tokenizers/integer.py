@@ -50,15 +50,11 @@ def parse_integers(chunk: bytes, limit: int = MAX_VALUES) -> npt.NDArray[np.int6
 def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
     """Return the error for the word that starts at this position."""
     word = chunk[start:].split(maxsplit=1)[0].decode("utf-8", errors="backslashreplace")
-    digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
-    if digits and len(digits) <= len(str(MAX_VALUES)) and int(digits) < MAX_VALUES:
-        # A vocabulary with the integer n has n + 1 integers and the end-of-sequence token.
-        advice = f"remove it; a corpus prepared with --vocab-size {int(digits) + 2}, and a model trained on it, have it"
-    elif digits or re.fullmatch("-[0-9]+", word):
-        advice = "remove it, or renumber the values from 0"
-    else:
-        advice = "write it in the digits 0 to 9 alone, or remove it"
-    return EncodingError(start, f"{quoted(word)} is not an integer from 0 to {limit - 1}; {advice}")
+    return EncodingError(
+        start,
+        f"{quoted(word)} is not an integer from 0 to {limit - 1} in the digits 0 to 9; remove it, renumber the values "
+        "from 0, or prepare the corpus with a larger vocab_size",
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,8 +126,8 @@ class IntegerTokenizer(Tokenizer):
             and midi.keys() == {"settings", "tokens"}
             and isinstance(midi["settings"], dict)
             and isinstance(midi["tokens"], list)
+            and len(midi["tokens"]) == num_values
+            and all(isinstance(token, str) for token in midi["tokens"])
         ):
-            raise ValueError("its description of MIDI tokens has no settings or no tokens")
-        if len(midi["tokens"]) != num_values or not all(isinstance(token, str) for token in midi["tokens"]):
-            raise ValueError(f"it has {len(midi['tokens'])} MIDI tokens for {num_values} integers, or no names of them")
+            raise ValueError(f"its description of MIDI tokens is not one of settings and {num_values} names")
         return cls(num_values, add_eos, json.dumps(midi, sort_keys=True))

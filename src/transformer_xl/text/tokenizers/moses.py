@@ -22,11 +22,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from importlib import resources
 from itertools import zip_longest
-
-from transformer_xl.text.tokenizers.base import EncodingError
 
 _RANGES: dict[str, list[str]] = json.loads(
     (resources.files("transformer_xl.text.tokenizers") / "moses_characters.json").read_text(encoding="utf-8")
@@ -55,7 +52,8 @@ def _compile(*rules: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
     return [(re.compile(pattern), replacement) for pattern, replacement in rules]
 
 
-# The special tokens that TransfoXLTokenizer never splits.
+SPECIAL_TOKENS = (b"<unk>", b"<eos>", b"<formula>")
+"""The special tokens that TransfoXLTokenizer never splits."""
 _SPECIAL_TOKEN = re.compile("(<unk>|<eos>|<formula>)")
 _NORMALIZE = _compile(
     ("\r", ""),
@@ -106,9 +104,7 @@ _SEPARATE = _compile(
 A match includes the characters around the apostrophe, so only the first apostrophe of `a'b'c` is matched.
 """
 
-_STRIP = _compile((r"\s+", " "), ("^ | $", ""))
-(_FINAL_QUOTE,) = _compile((r"\.'$", " . ' "))
-_ASCII_WHITESPACE = " \t\n\r\v\f"
+_FINAL_QUOTE = re.compile(r"\.'$")
 _HAS_LETTER = re.compile(f"[{_LETTERS}]")
 _IN_NUMBER = re.compile(r"(?<=\d)([,.])(?=\d)")
 _ABBREVIATIONS = re.compile(
@@ -142,74 +138,8 @@ def _split_text(text: str) -> list[str]:
         word if _keeps_full_stop(word, next_word) else f"{word[:-1]} ."
         for word, next_word in zip_longest(words, words[1:], fillvalue="")
     ]
-    text = _FINAL_QUOTE[0].sub(_FINAL_QUOTE[1], " ".join(words))
+    text = _FINAL_QUOTE.sub(" . ' ", " ".join(words))
     return [part for word in text.split() for part in _IN_NUMBER.sub(r" @\1@ ", word).split()]
-
-
-def word_indices(line: str) -> list[int]:
-    """Return for each word of `split_line(line)` from which part of the line between ASCII whitespace it is.
-
-    The same replacements are made as there, while each character keeps the index of its part.
-
-    Raises:
-        EncodingError: a word has characters of two parts, because `split_line` removed the whitespace between them.
-    """
-    parts_C, before, part = list[int](), " ", -1  # C characters
-    for character in line:
-        part += character not in _ASCII_WHITESPACE and before in _ASCII_WHITESPACE
-        parts_C.append(part)
-        before = character
-    indices, start = list[int](), 0
-    for text in _SPECIAL_TOKEN.split(line):
-        end = start + len(text)
-        if _SPECIAL_TOKEN.fullmatch(text):
-            indices.append(parts_C[start])
-        else:
-            for parts in _parts_of_words(text, parts_C[start:end]):
-                if len(parts) > 1:
-                    raise EncodingError(len(line[:start].encode("utf-8")), "two words become one; put a space there")
-                indices += parts
-        start = end
-    return indices
-
-
-def _parts_of_words(text: str, parts_C: list[int]) -> Iterator[set[int]]:
-    """Yield for each word of `_split_text(text)` the parts of the line that its characters are from."""
-    for rule in (*_NORMALIZE, *_STRIP, *_SEPARATE, *_STRIP):
-        text, parts_C = _substitute(*rule, text, parts_C)
-    words = list(re.finditer(r"\S+", text))
-    for word, next_word in reversed(list(zip_longest(words, words[1:]))):  # from the end, so that positions stay valid
-        if not _keeps_full_stop(word[0], next_word[0] if next_word else ""):
-            stop = word.end() - 1
-            text, parts_C = f"{text[:stop]} {text[stop:]}", [*parts_C[:stop], -1, *parts_C[stop:]]
-    for rule in (_FINAL_QUOTE, (_IN_NUMBER, r" @\1@ ")):
-        text, parts_C = _substitute(*rule, text, parts_C)
-    for match in re.finditer(r"\S+", text):
-        yield set(parts_C[match.start() : match.end()])
-
-
-def _substitute(pattern: re.Pattern[str], replacement: str, text: str, parts_C: list[int]) -> tuple[str, list[int]]:
-    """Return `pattern.sub(replacement, text)`, and the part of each of its characters.
-
-    A new character is of the part of the first character that it replaces, if possible of one that is no space.
-    """
-    pieces, kept_C, end = list[str](), list[int](), 0
-    for match in pattern.finditer(text):
-        pieces.append(text[end : match.start()])
-        kept_C += parts_C[end : match.start()]
-        end = match.end()
-        in_groups = {index for group in range(1, pattern.groups + 1) for index in range(*match.span(group))}
-        replaced = [index for index in range(*match.span()) if index not in in_groups] or [match.start()]
-        part = parts_C[next((index for index in replaced if not text[index].isspace()), replaced[0])]
-        for piece in re.split(r"(\\[1-9])", replacement):
-            if piece.startswith("\\"):
-                group = slice(*match.span(int(piece[1:])))
-                pieces.append(text[group])
-                kept_C += parts_C[group]
-            else:
-                pieces.append(piece)
-                kept_C += [part] * len(piece)
-    return "".join([*pieces, text[end:]]), kept_C + parts_C[end:]
 
 
 def _keeps_full_stop(word: str, next_word: str) -> bool:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from transformer_xl.text.tokenizers import moses, punctuation
-from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8
+from transformer_xl.text.tokenizers.base import EncodingError, Tokenizer, decode_utf8
 from transformer_xl.text.tokenizers.chunking import last_whitespace
 
 PreTokenizerName = Literal["whitespace", "punctuation", "moses"]
@@ -60,12 +60,18 @@ class PreTokenizer:
         text = decode_utf8(chunk)
         if self.lowercase:
             chunk = text.lower().encode("utf-8")
-        if self.name == "punctuation":
-            chunk = b"\n".join([b" ".join(punctuation.split_line(line)) for line in chunk.split(b"\n")])
-        elif self.name == "moses":
-            lines = (moses.split_line(line) for line in chunk.decode("utf-8").split("\n"))
-            chunk = "\n".join(map(" ".join, lines)).encode("utf-8")
+        if self.name != "whitespace":
+            chunk = b"\n".join([b" ".join(self._split_line(line)) for line in chunk.split(b"\n")])
         return (chunk.replace(b"\n", b" " + eos_token + b" ") if eos_token else chunk).split()
+
+    def _split_line(self, line: bytes) -> list[bytes]:
+        """Return the words of a line of UTF-8, which was lowercased if it has to be."""
+        match self.name:
+            case "punctuation":
+                return punctuation.split_line(line)
+            case "moses":
+                return " ".join(moses.split_line(line.decode("utf-8"))).encode("utf-8").split()
+        return line.split()
 
     def word_indices(self, line: bytes) -> list[int]:
         """Return for each word of `split(line)` which word of `line.split()` it is, or is a part of.
@@ -78,16 +84,19 @@ class PreTokenizer:
         """
         text = decode_utf8(line)
         if self.lowercase:
-            text = text.lower()
-        if self.name == "moses":
-            return moses.word_indices(text)
-        parts, indices = text.encode("utf-8").split(), list[int]()
-        if self.name == "whitespace":
-            return list(range(len(parts)))
+            line = text.lower().encode("utf-8")
+        parts, words, indices = line.split(), list[bytes](), list[int]()
+        before = b""
         for index, (part, following) in enumerate(zip_longest(parts, parts[1:], fillvalue=b"")):
-            # the words of a part depend on the next part alone, and those of the last on nothing
-            both = punctuation.split_line(part + b" " + following)
-            indices += [index] * (len(both) - len(punctuation.split_line(following)))
+            # the words of a part depend on the next part, and on whether it begins the line or follows a special token
+            end_of_part = b"<unk>" if part.endswith(moses.SPECIAL_TOKENS) else b"a"
+            both = self._split_line(b" ".join([before, part, following]))[len(before.split()) :]
+            of_part = both[: len(both) - len(self._split_line(end_of_part + b" " + following)) + 1]
+            words += of_part
+            indices += [index] * len(of_part)
+            before = end_of_part
+        if words != self._split_line(line):
+            raise EncodingError(0, "two words become one, or quotation marks meet; put spaces between them")
         return indices
 
     def detokenizer(self) -> Detokenizer:

@@ -20,7 +20,6 @@ from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, Tok
 
 TOKENIZER_FILE = "txl_tokenizer.json"
 _LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
-_EARLIER_FILE = "vocabulary.json"  # as earlier versions wrote it
 # The class of each kind, in the module of this package that has the name of the kind.
 _CLASSES: dict[TokenizerKind, str] = {
     "byte": "ByteTokenizer",
@@ -52,15 +51,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):
-        names = [TOKENIZER_FILE, _LIBRARY_FILE, _EARLIER_FILE] if path.is_dir() else [""]
+        names = [TOKENIZER_FILE, _LIBRARY_FILE] if path.is_dir() else [""]
         file = next((path / name for name in names if (path / name).is_file()), path)
         if not file.is_file() and path.name != TOKENIZER_FILE:
             raise UserError(
                 f"no tokenizer at {path}{nearest(str(path), TOKENIZER_KINDS)}; give one of the kinds {_KINDS}, the "
                 f"folder of a run or corpus, its {TOKENIZER_FILE}, or a {_LIBRARY_FILE} of the library tokenizers"
             )
-    if file.name == _EARLIER_FILE:
-        raise UserError(f"{file}: written by an earlier version; prepare the corpus again, or train the run again")
     values = read_json_object(file)
     if "model" in values and "kind" not in values:  # written by the library
         values = {"kind": "bpe", "tokenizer": values}
@@ -118,12 +115,9 @@ def describe_difference(actual: Tokenizer, expected: Tokenizer) -> str | None:
             break
     settings, others = _settings(actual), _settings(expected)
     changed = [name for name in sorted(settings | others) if settings.get(name) != others.get(name)]
-    for name in changed:
-        value, other = settings.get(name), others.get(name)
-        if isinstance(value, str | bool | None) and isinstance(other, str | bool | None):
-            differences.append(f"{name} is {json.dumps(value)}, not {json.dumps(other)}")
-    if changed and not differences:  # of a tokenizer.json of the library, whose components are nested
-        differences.append(f"another {' and '.join(changed)}")
+    if changed and not differences:
+        values = (json.dumps(found.get(changed[0])) for found in (settings, others))
+        differences.append(f"{changed[0]} is {', not '.join(value[:40] for value in values)}")
     return f"{actual.kind}, {'; '.join(differences)}" if differences else None
 
 

@@ -7,7 +7,6 @@ of first occurrence, so the tokenizer does not depend on the number of processes
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +18,13 @@ from typing import TypeVar
 import numpy as np
 
 from transformer_xl.config import UserError
-from transformer_xl.files import read_bytes
-from transformer_xl.text.documents import Document
+from transformer_xl.text.documents import Document, TextChunk, text_chunks
 from transformer_xl.text.parallel import ordered_map
+from transformer_xl.text.sources.archives import read_text_file
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer, code_points
-from transformer_xl.text.tokenizers.chunking import ENCODE_CHUNK_BYTES, split_chunks
 from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, parse_integers
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
@@ -80,23 +78,12 @@ def _map_chunks(
         untrained: a tokenizer of the same kind and settings, whatever its vocabulary, which finds where to split.
         num_workers: number of worker processes.
     """
-    return ordered_map(partial(_call, function), _chunks(documents, untrained), workers=num_workers)
+    return ordered_map(partial(_call, function), text_chunks(untrained, documents), workers=num_workers)
 
 
-def _chunks(documents: Iterable[Document], untrained: Tokenizer) -> Iterator[tuple[str, int, bytes]]:
-    """Yield the name of the document, the byte offset in the document, and the text of each chunk."""
-    for document in documents:
-        position = 0
-        with document_errors(document.name):
-            for text in split_chunks(untrained, document.chunks, ENCODE_CHUNK_BYTES):
-                yield document.name, position, text
-                position += len(text)
-
-
-def _call(function: Callable[[bytes], Result], chunk: tuple[str, int, bytes]) -> Result:
-    document_name, position, text = chunk
-    with document_errors(document_name, position):
-        return function(text)
+def _call(function: Callable[[bytes], Result], chunk: TextChunk) -> Result:
+    with document_errors(chunk.document_name, chunk.position):
+        return function(chunk.text)
 
 
 def _pre_tokenizer(config: TokenizerConfig) -> PreTokenizer:
@@ -144,7 +131,7 @@ _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     """Read the words of a file, one per line, and their counts if all lines have counts in descending order."""
-    content = read_bytes(Path(file)).removeprefix(codecs.BOM_UTF8)
+    content = read_text_file(Path(file))
     with document_errors(file):
         decode_utf8(content)
     lines = [line.split() for line in content.splitlines() if line.strip()]
@@ -154,7 +141,7 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
         raise UserError(f"{file}: {error}; expected one word per line, special tokens included") from None
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
     if eos is not None and eos not in words:
-        raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give --no-add-eos")
+        raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give add_eos=false")
     if unk is not None:  # the file may have it in uppercase or lowercase
         unk = next((word for word in (unk, "<UNK>", "<unk>") if word in words), None)
         if unk is None:

@@ -86,8 +86,9 @@ class WordTokenizer(Tokenizer):
         if num_unknown:
             if self.unk_token_id is None:
                 word = words[int(is_unknown.argmax())]
+                found = re.search(rb"(?<!\S)" + re.escape(word) + rb"(?!\S)", chunk)
                 raise EncodingError(
-                    self._position(word, chunk),
+                    found.start() if found else 0,
                     f"the word {quoted(word.decode('utf-8'))} is not one of the {self.vocab_size:,} of this "
                     "vocabulary, which has no unknown token; remove it, or use a tokenizer that has one",
                 )
@@ -103,16 +104,6 @@ class WordTokenizer(Tokenizer):
             indices += (num_words + index for index in self.pre_tokenizer.word_indices(line))
             num_words += len(line.split())
         return np.array(indices, dtype=np.int64)
-
-    def _position(self, word: bytes, chunk: bytes) -> int:
-        """Return where the word occurs first, or the start of its line if pre-tokenization changed the word."""
-        start = 0
-        for line in chunk.split(b"\n"):
-            if word in self.pre_tokenizer.split(line):
-                match = re.search(rb"(?<!\S)" + re.escape(word) + rb"(?!\S)", line)
-                return start + (match.start() if match else 0)
-            start += len(line) + 1
-        raise AssertionError(f"{word!r} is not in the chunk that contains it")
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
@@ -158,10 +149,8 @@ def check_words(words: object) -> tuple[str, ...]:
     Raises:
         ValueError: the words are invalid.
     """
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError("its words are not a list of strings")
-    if not words:
-        raise ValueError("it has no words")
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise ValueError("it has no words, or they are not a list of strings")
     if "\n".join(words).encode("utf-8").split() != [word.encode("utf-8") for word in words]:
         raise ValueError("one of its words is empty or contains whitespace")
     word, count = Counter(words).most_common(1)[0]

@@ -97,16 +97,13 @@ def item_of(row: Mapping[str, Any], columns: ItemColumns, place: str) -> TextIte
     Raises:
         UserError: a column is missing, the text is empty, or a label or document is neither text nor an integer.
     """
-    named = [("text-column", columns.text), *(("item-columns", label) for label in columns.labels)]
+    named = [("text_column", columns.text), *(("item_columns", label) for label in columns.labels)]
     if columns.document is not None:
-        named.append(("document-column", columns.document))
+        named.append(("document_column", columns.document))
     for setting, column in named:
         if column not in row:
-            known, argument = ", ".join(map(str, row)), setting.replace("-", "_")
-            raise UserError(
-                f"{place}: no column '{column}'; the columns are {known}; name yours with --{setting} ({argument} in "
-                "Python)"
-            )
+            known = ", ".join(map(str, row))
+            raise UserError(f"{place}: no column '{column}'; the columns are {known}; name yours with {setting}")
     text = row[columns.text]
     if not isinstance(text, str) or not text.strip():
         raise UserError(
@@ -128,25 +125,24 @@ def _label(value: Any, column: str, place: str) -> str | int:
 def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield where each row is, and its values by column."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
-    delimiter, separator = ("\t", "tab") if input_format == "tsv" else (",", "comma")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows = filter(None, reader)  # many files have an empty line at their end
+    delimiter = "\t" if input_format == "tsv" else ","
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", delimiter=delimiter, strict=True)
     try:
-        header = next(rows, list[str]())
+        header = reader.fieldnames or ()
         if len(set(header)) < len(header):
-            raise UserError(
-                f"{name}: line {reader.line_num:,}: two columns have the same name; rename one of {', '.join(header)}"
-            )
-        for row in rows:
+            raise UserError(f"{name}: two columns have the same name; rename one of {', '.join(header)}")
+        for row in reader:
             place = f"{name}: line {reader.line_num:,}"
-            if len(row) != len(header):
+            if "" in row or None in row.values():
                 raise UserError(
-                    f"{place}: {len(row)} values for {len(header)} columns ({', '.join(header)}); put a text with a "
-                    f"{separator} or a quotation mark in quotation marks, and double those inside"
+                    f"{place}: not one value for each of the columns {', '.join(header)}; put a text with a comma, tab "
+                    "or quotation mark in quotation marks, and double those inside"
                 )
-            yield place, dict(zip(header, row, strict=True))
+            yield place, row
     except csv.Error as error:
-        raise UserError(f"{name}: line {reader.line_num:,}: not CSV ({error}); check its quotation marks") from None
+        raise UserError(
+            f"{name}: line {reader.reader.line_num:,}: not CSV ({error}); check its quotation marks"
+        ) from None
 
 
 def _json_rows(name: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -157,8 +153,8 @@ def _json_rows(name: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         place = f"{name}: line {number:,}"
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({error}); expected one object a line") from None
+        except (ValueError, RecursionError):
+            row = None
         if not isinstance(row, dict):
             raise UserError(f'{place}: expected a JSON object, such as {{"item": 1, "text": "A sentence."}}')
         yield place, row
@@ -176,7 +172,7 @@ def check_items(items: Iterable[TextItem]) -> None:
         if key in seen:
             raise UserError(
                 f"two items have the same labels ({item.name}); give each its own, or name the columns that together "
-                "identify an item, such as --item-columns item,condition (in Python item_columns)"
+                "identify an item, such as item_columns=item,condition"
             )
         seen.add(key)
         if item.document != last and item.document in documents:
