@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.training.finetune import FinetuneResult as FinetuneResult, finetune as finetune
     from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # module (in this package): its public names, separated by spaces
 _NAMES = {

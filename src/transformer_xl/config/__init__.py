@@ -5,7 +5,11 @@ Settings come from three places, later ones taking precedence: the defaults here
 `config.yaml` of a run stores all of them. (`name as name` makes an imported name public for type checkers.)
 """
 
-from transformer_xl.config.evaluation_config import DynamicConfig as DynamicConfig, EvaluationConfig as EvaluationConfig
+from transformer_xl.config.evaluation_config import (
+    DynamicConfig as DynamicConfig,
+    EvaluationConfig as EvaluationConfig,
+    EvaluationMethod as EvaluationMethod,
+)
 from transformer_xl.config.model_config import (
     ARCHITECTURES as ARCHITECTURES,
     AbsoluteConfig as AbsoluteConfig,

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from transformer_xl.config.settings import INT32_MAX, Settings
 
+EvaluationMethod = Literal["memory", "sliding-window", "dynamic"]
+"""How a text is read; described at `EvaluationConfig.method`."""
+
 
 class DynamicConfig(Settings):
     """Settings of dynamic evaluation, which trains the model on the text that it has scored (Krause et al. 2019).
@@ -41,7 +44,7 @@ class EvaluationConfig(Settings):
     replace the run's, one by one; there, none removes the limit `attention_window` or `clamp_length`.
     """
 
-    method: Literal["memory", "sliding-window", "dynamic"] = "memory"
+    method: EvaluationMethod = "memory"
     """memory: segments with memory, as in the paper. sliding-window: each token is predicted from exactly the previous
     attention_window tokens, without memory, as by the paper's vanilla model. dynamic: like memory, with a gradient step
     on each segment after it is scored."""

@@ -1,6 +1,6 @@
 """Evaluation of a run on a split of a corpus: metrics of the whole split, and optionally the loss of every token.
 
-`evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`memory.py`, `sliding_window.py` or
+`evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`with_memory.py`, `sliding_window.py` or
 `dynamic.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py` divides the
 sum by the number of tokens, bytes or words.
 

@@ -1,8 +1,8 @@
 """What all evaluation methods share: the resolved settings, the text to score, and the type of the losses that they
 yield.
 
-A method is a generator function `losses(model, text, plan)` in a file of its own (`memory.py`, `sliding_window.py`,
-`dynamic.py`). It reads the text with the model and yields the loss of every token once, step by step. `evaluate.py`
+A method is a generator function `losses(model, text, plan)` in a file of its own (`with_memory.py`,
+`sliding_window.py`, `dynamic.py`). It reads the text with the model and yields the loss of every token once, step by step. `evaluate.py`
 calls the method that the plan names.
 
 Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
@@ -23,6 +23,7 @@ from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import (
     DynamicConfig,
     EvaluationConfig,
+    EvaluationMethod,
     RunConfig,
     UserError,
     check_settings,
@@ -59,8 +60,8 @@ class EvaluationPlan:
     """Whether the memory is emptied at the start of each document."""
     dtype: Precision = "float32"
     """Data type of matrix products; auto: bfloat16 where the hardware supports it, else float32."""
-    method: Literal["memory", "sliding-window", "dynamic"] = "memory"
-    """How the text is read: the module of this package with that name."""
+    method: EvaluationMethod = "memory"
+    """How the text is read, which `_METHODS` in `evaluate.py` has a module for."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
     extended_context_length: int = 0

@@ -1,12 +1,15 @@
 """The memory of a model: an immutable value that holds what is cached of earlier segments.
 
     hidden_BTD, memory = model(tokens_BT, memory)      a Memory holds one LayerCache for each layer
-    x_BTD, cache = layer(x_BTD, cache, context)        a layer takes its own cache and returns the next one
+    x_BTD, cache = layer(x_BTD, cache, context, biases)        a layer takes its own cache and returns the next one
 
 A memory has its full length from the first step: slots that are not filled yet contain zeros, are not valid, and are
 not attended (with the setting attend_empty_memory they are, as in the authors' code). So shapes stay the same from the
-first segment to the last. A memory contains hidden states in training (in this file), keys and values in inference
-(`key_values.py`), the states of a recurrent network (`baselines/recurrent.py`), or token ids
+first segment to the last. A token sees the M slots directly, and what is before them through the layers: an input of
+layer n that is remembered has itself seen M slots of layer n - 1 (paper, section 3.2).
+
+A memory contains hidden states in training (in this file), keys and values in inference (`key_values.py`, for the
+prepared model that is its `owner`), the states of a recurrent network (`baselines/recurrent.py`), or token ids
 (`baselines/token_memory.py`); all share one interface.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, L layers, D model width, R recent tokens, X any

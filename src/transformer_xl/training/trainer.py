@@ -1,6 +1,9 @@
 """The training loop: trains step by step, and at intervals validates, saves a checkpoint and logs.
 
-    for each step: step -> fetch the sums of the previous step -> (at intervals) validate, save a checkpoint
+    loop: validate if it is due -> save a checkpoint if it is due, or before a stop -> end, or the next step
+
+The sums of a step are fetched when the next one is queued. After a stop, weights that were not validated are validated
+once their checkpoint is written.
 
 What a step is, is in `stepper.py`, and what looks at the losses to warn or to end a training in `health.py`.
 """

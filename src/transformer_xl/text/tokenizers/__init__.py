@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-`base.py` defines the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the five kinds, `config.py`
-and `training.py` the training, and `storage.py` saving and loading. Modules of kinds other than byte are imported
-lazily. (`name as name` makes an imported name public for type checkers.)
+`base.py` defines the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the five kinds,
+`tokenizer_config.py` and `training.py` the training, and `storage.py` saving and loading. Modules of kinds other than
+byte are imported lazily. (`name as name` makes an imported name public for type checkers.)
 """
 
 from transformer_xl.text.tokenizers.base import (
