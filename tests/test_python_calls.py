@@ -140,7 +140,7 @@ WRONG_CALLS = {  # what the message must say: a call
     "the text is of type bytearray; give str": lambda run, corpus, path: run.tokenizer.encode(bytearray(b"a")),
     "token ids are of type float64; give integers": lambda run, corpus, path: run.tokenizer.decode([97.5]),
     "memory_length is of type str ('3'); give an integer": lambda run, corpus, path: ContextLimits("3"),
-    "include is of type int (5)": lambda run, corpus, path: prepare("a", path, include=5),
+    "include: Input should be a valid tuple (given: 5)": lambda run, corpus, path: prepare("a", path, include=5),
     "top_k -3: must be 1 or more": lambda run, corpus, path: GenerationConfig(top_k=-3),
 }
 

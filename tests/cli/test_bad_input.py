@@ -144,16 +144,22 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.learning-rate inf", "--train.learning-rate: Input should be a finite number"),
     (f"{TRAIN} --train.max-steps 1.5e0", r"--train.max-steps: .* integer, .*\(given: '1.5e0'\)"),
     ("evaluate run --max-tokens 1.7", 'Invalid value for --max-tokens: unable to convert "1.7" into int'),
-    (f"{TRAIN} --train.ema-decay 0.9", "train.ema_decay has no effect without weight_average ema; give that too, or "),
-    (f"{TRAIN} --train.muon-learning-rate-ratio 0.9", "train.muon_learning_rate_ratio has no effect without optimizer"),
+    (
+        f"{TRAIN} --train.ema-decay 0.9",
+        "--train.ema-decay has no effect without weight_average ema; give that too, or ",
+    ),
+    (
+        f"{TRAIN} --train.muon-learning-rate-ratio 0.9",
+        "--train.muon-learning-rate-ratio has no effect without optimizer",
+    ),
     (f"{TRAIN} --train.muon-momentum 0.9", "muon-momentum"),
-    ("train --resume run --train.ema-decay 0.9", "train.ema_decay has no effect without weight_average ema"),
-    (f"{TRAIN} --model.ngram-buckets 9", "model.ngram_buckets has no effect without max_ngram 2 or more; give"),
+    ("train --resume run --train.ema-decay 0.9", "--train.ema-decay has no effect without weight_average ema"),
+    (f"{TRAIN} --model.ngram-buckets 9", "--model.ngram-buckets has no effect without max_ngram 2 or more; give"),
     (
         f"{TRAIN_SMALL} --model.max-ngram 3 --model.ngram-buckets 2000000000",
-        "make the model smaller .*model.ngram_buckets",
+        "--model.ngram-buckets",
     ),
-    (f"{TRAIN} --model.d-ngram 8 --find-rate", "model.d_ngram has no effect without max_ngram 2 or more"),
+    (f"{TRAIN} --model.d-ngram 8 --find-rate", "--model.d-ngram has no effect without max_ngram 2 or more"),
     (
         "reproduce ablation --corpus corpus --out new --model.d-ngram 8",
         "--model.d-ngram has no effect without max_ngram 2",
@@ -205,34 +211,38 @@ LARGE = [
     (
         200_000,
         TRAIN_SMALL.replace("n-layers=2", "n-layers=2000000000"),
-        "3 x 7 tokens .* the model smaller .model.n_layers",
+        "3 x 7 tokens .* the model smaller .*--model.n-layers",
     ),
     (
         200_000,
         TRAIN_SMALL.replace("memory-length=11", "memory-length=900"),
-        "a memory of 3 x 900.* lower .*train.memory_length",
+        "a memory of 3 x 900.* lower .*--train.memory-length",
     ),
     (
         200_000,
         TRAIN_SMALL.replace("batch-size=3", "batch-size=80"),
-        "80 x 7 tokens.* lower train.micro_batch_size",
+        "80 x 7 tokens.* lower --train.micro-batch-size",
     ),
-    (200_000, f"{RESUME} --train.batch-size 80", "80 x 7 tokens.* lower train.micro_batch_size"),
-    (50_000, "evaluate run --split train --segment-length 600", "1 x 600 tokens.* lower .*segment_length"),
+    (200_000, f"{RESUME} --train.batch-size 80", "80 x 7 tokens.* lower --train.micro-batch-size"),
+    (50_000, "evaluate run --split train --segment-length 600", "1 x 600 tokens.* lower .*--segment-length"),
     (
         50_000,
         "evaluate run --split train --batch-size 90",
-        "a memory of 90 x 11.* lower memory_length, .*batch_size",
+        "a memory of 90 x 11.* lower --memory-length, .*--batch-size",
     ),
     (
         50_000,
         "evaluate run --split train --method sliding-window --memory-length 0 --attention-window 90 --batch-size 90",
-        "90 x 90 tokens.* lower attention_window or batch_size",
+        "90 x 90 tokens.* lower --attention-window or --batch-size",
     ),
-    (200_000, "evaluate run --method dynamic --dynamic.optimizer sgd --memory-length 90000", ".* lower memory_length"),
+    (
+        200_000,
+        "evaluate run --method dynamic --dynamic.optimizer sgd --memory-length 90000",
+        ".* lower --memory-length",
+    ),
     (50_000, "score run other.txt --segment-length 600", "1 x 600 tokens.*"),
-    (50_000, "generate run --num-samples 1000000000", "1,000,000,000 x 11 .* lower memory_length or num_samples"),
-    (50_000, "generate run --num-beams 1000000000", "1,000,000,000 x 11 .* lower memory_length or num_beams"),
+    (50_000, "generate run --num-samples 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-samples"),
+    (50_000, "generate run --num-beams 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-beams"),
     (50_000, "generate run --memory-length 2000000000", "a memory of 1 x 2,000,000,000.*"),
     (
         50_000,
@@ -242,9 +252,13 @@ LARGE = [
     (
         50_000,
         "analyze context run --split train --num-positions 90 --context-step 30",
-        "90 x 11.* lower max_context",
+        "90 x 11.* lower --max-context",
     ),
-    (50_000, "analyze speed tiny --attention-windows 1000000", "windows of 1,000,000 tokens.* lower attention_windows"),
+    (
+        50_000,
+        "analyze speed tiny --attention-windows 1000000",
+        "windows of 1,000,000 tokens.* lower --attention-windows",
+    ),
 ]
 
 

@@ -182,8 +182,8 @@ class RelativeAttention(nn.Module):
     def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, S, N, H) of memory and new tokens.
 
-        Memory is projected separately, because it needs no gradient (the weights do); this saves a matrix product of the
-        backward pass.
+        Memory is projected separately, because it needs no gradient (the weights do): a matrix product of the backward
+        pass is saved.
         """
         hidden_BMD = self.norm(cache.hidden_BMD) if self.norm_first else cache.hidden_BMD
         pairs = zip(self.project(hidden_BMD.to(new_BTD.dtype)), self.project(new_BTD), strict=True)

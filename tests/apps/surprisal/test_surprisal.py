@@ -194,7 +194,7 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
     [
         ([], {}, "there is nothing to score; give at least one text"),
         (["a", " "], {}, r"item 2: the text \(column 'text'\) is empty or no text; give it, or leave"),
-        ([{"text": "a"}], {}, "item 1: no column 'item'; the columns are text; name yours with --item-columns"),
+        ([{"text": "a"}], {}, "item 1: no column 'item'; the columns are text; name yours with item_columns"),
         ([{"item": 1.5, "text": "a"}], {}, "item 1: column 'item' holds 1.5; expected text or an integer"),
         ([{"word": 1, "text": "a"}], {"columns": ItemColumns(labels=("word",))}, "a column 'word' of its own"),
         (3, {}, "items is of type int"),

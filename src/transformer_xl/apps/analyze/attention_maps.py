@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
+from transformer_xl.device import require_memory
 from transformer_xl.evaluation.attention_by_distance import by_distance
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
@@ -98,6 +99,12 @@ def trace_attention(
     device, memory_length = next(model.parameters()).device, plan.context_limits.memory_length
     # memory slots that the text never fills are omitted, unless queries attend to empty slots (attend_empty_memory)
     num_slots = memory_slots(model, len(tokens_K), plan)
+    num_new = min(plan.segment_length, len(tokens_K))
+    num_keys, config = num_slots + num_new, model.config
+    # a position key for each pair; the terms before and after masking, the score and the probabilities
+    num_bytes = 4 * config.n_heads * num_new * num_keys * (config.head_dim + 9)
+    task = f"attention of {config.n_heads:,} heads, {num_new:,} queries and {num_keys:,} keys"
+    require_memory(task, num_bytes, device, "lower segment_length, memory_length or max_tokens")
     memory = model.initial_memory(1, replace(plan.context_limits, memory_length=num_slots))
     for start in range(0, len(tokens_K), plan.segment_length):
         ids_T = np.asarray(tokens_K[start : start + plan.segment_length], dtype=np.int64)

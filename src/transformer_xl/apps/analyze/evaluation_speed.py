@@ -38,11 +38,13 @@ from transformer_xl.config import (
 from transformer_xl.device import (
     choose_device,
     environment,
+    require_memory,
     resolve_dtype,
     set_threads,
 )
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.model.sizes import min_cache, min_parameters
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder
 
@@ -152,6 +154,14 @@ class SpeedMeasurement:
         self.config = config.model_copy(update=shared)
         sizes = self.config.model_dump(include=AlRfouConfig.model_fields.keys() - {"architecture"})
         vanilla_config = AlRfouConfig(**sizes, max_position_embeddings=max(comparison.attention_windows))
+        window, size = max(comparison.attention_windows), 2 if self.dtype == "bfloat16" else 4
+        longest = max(comparison.segment_lengths)
+        # the weights, the memory or the vanilla model's attention scores of a layer, and the activations of a layer
+        numbers = min_parameters(self.config) + min_parameters(vanilla_config)
+        numbers += max(self.config.n_heads * window**2, min_cache(self.config, window))
+        numbers += longest * (self.config.d_model + self.config.d_ff)
+        task = f"the comparison with windows of {window:,} tokens and segments of {longest:,}"
+        require_memory(task, size * numbers, device, "lower attention_windows or segment_lengths")
         models = [build_model(one).eval().to(device) for one in (self.config, vanilla_config)]
         self.num_parameters, self.num_vanilla_parameters = (model.num_parameters() for model in models)
         self.memory_model, self.vanilla_model = (prepare_inference(model, comparison.dtype) for model in models)
