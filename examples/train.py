@@ -49,7 +49,7 @@ def main(folder: Path, max_steps: int = 300, stop_at: float = 2.5) -> None:
 
     longer_memory = txl.EvaluationConfig(memory_length=4 * config.train.memory_length)
     metrics = txl.evaluate(result.run, corpus.split("valid"), longer_memory, max_tokens=5000)
-    print(f"with memory {metrics.memory_length}: {metrics.bits_per_byte:.3f} bits per byte")
+    print(f"with memory {metrics.plan.context_limits.memory_length}: {metrics.bits_per_byte:.3f} bits per byte")
     print(txl.generate(result.run, "def parse(", max_new_tokens=80, seed=1).text)
 
     txl.save(result.run, folder / "model")

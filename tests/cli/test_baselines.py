@@ -71,7 +71,10 @@ def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) ->
         ("--model.architecture lstm --train.compile layers", "train.compile layers is not for lstm"),
         ("--model.architecture vaswani --train.memory-length 7", "vaswani has no memory; give memory_length 0"),
         ("--model.architecture al-rfou --model.max-position-embeddings 5", "longer than the 5 positions of this model"),
-        ("--model.architecture shaw --model.max-relative-positions 999", "max_relative_positions 999 is more than"),
+        (
+            "--model.architecture shaw --model.max-relative-positions 999",
+            "--model.max-relative-positions 999 is more than",
+        ),
         ("--model.num-targets 2", "num_targets is a setting of vaswani, al-rfou, and this is .* transformer-xl"),
     ],
 )
@@ -85,12 +88,15 @@ def test_invalid_setting_is_refused(folder: Path, capfd: Capture, flags: str, me
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("evaluate {}/lstm --attention-window 3", "lstm has no attention_window; give none"),
-        ("evaluate {}/lstm --clamp-length 3", "lstm has no clamp_length; give none"),
-        ("evaluate {}/al-rfou --memory-length 5", "al-rfou has no memory; give memory_length 0"),
+        ("evaluate {}/lstm --attention-window 3", "lstm has no --attention-window; give none"),
+        ("evaluate {}/lstm --clamp-length 3", "lstm has no --clamp-length; give none"),
+        ("evaluate {}/al-rfou --memory-length 5", "al-rfou has no memory; give --memory-length 0"),
         # the model has as many learned positions as a segment of training has tokens
-        ("evaluate {}/al-rfou --segment-length 8", "segment_length 8 is longer than the 7 positions .*give 7 at most"),
-        ("generate {}/al-rfou --prompt line --memory-length 5", "al-rfou has no memory; give memory_length 0"),
+        (
+            "evaluate {}/al-rfou --segment-length 8",
+            "--segment-length 8 is longer than the 7 positions .*give 7 at most",
+        ),
+        ("generate {}/al-rfou --prompt line --memory-length 5", "al-rfou has no memory; give --memory-length 0"),
         ("train --resume {}/al-rfou --train.max-steps 3 --model.num-targets 2", "cannot change within a run"),
     ],
 )

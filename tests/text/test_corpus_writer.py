@@ -123,7 +123,7 @@ def test_processes_and_shards_change_no_token(tmp_path: Path, large_texts: list[
         (
             {"train": [[b"one\n"]]},
             {"tokenizer": trained("word", [b"one\n"], add_eos=False), "document_unit": "line"},
-            "no token that ends a line, so lines cannot be documents; set --add-eos",
+            "no token that ends a line, so lines cannot be documents; set add_eos=true",
         ),
     ],
 )

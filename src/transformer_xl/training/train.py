@@ -330,6 +330,14 @@ def start_run(
                 f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
                 "choose another --run"
             )
+        window, train = checked.evaluation.attention_window, checked.train
+        if window is not None and window < train.segment_length + train.memory_length:
+            note(
+                f"evaluation attends to {window:,} tokens, fewer than training with segments of "
+                f"{train.segment_length:,} and memory of {train.memory_length:,}; "
+                "--evaluation.attention-window none removes that limit",
+                log,
+            )
     restarted = world.any(exists)
     weights = None if first_weights is None or restarted else first_weights(checked, corpus)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)

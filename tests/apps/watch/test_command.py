@@ -219,7 +219,7 @@ def test_a_followed_file_in_processes_that_are_stopped(tmp_path: Path) -> None:
         ("watch run --from-end", "--from-end is for --file"),
         ("watch run --threshold 1 --calibrate log", "--threshold and --calibrate were both given"),
         ("watch run --false-alarms 0.1", "--false-alarms needs --calibrate FILE"),
-        ("watch run --calibrate log --false-alarms 1", "false_alarms 1 is out of range"),
+        ("watch run --calibrate log --false-alarms 1", "--false-alarms 1 is out of range"),
         ("watch run --calibrate empty", "there are no lines to calibrate with"),
         ("watch run --calibrate none", "reading none: no such file|none: no such file"),
         ("watch run --max-delay nan", "--max-delay nan is out of range"),
