@@ -129,10 +129,13 @@ class Reader:
         """
         if stride is None:
             stride = max(1, STRIDE // self.segment_length) * self.segment_length
-        # rows end together: until a row begins, its padding attends to nothing, which costs little
         sizes = [self._step_sizes(row, len(ids), stride) for row, ids in enumerate(tokens)]
         num_steps, done = max(map(len, sizes)), [0] * len(tokens)
-        for lengths in zip(*([0] * (num_steps - len(row)) + row for row in sizes), strict=True):
+        # rows that attend end together: until a row begins, its padding attends to nothing, which costs little
+        rests = [[0] * (num_steps - len(row)) for row in sizes]
+        ends_together = self.model.limits_visible
+        steps = [rest + row if ends_together else row + rest for rest, row in zip(rests, sizes, strict=True)]
+        for lengths in zip(*steps, strict=True):
             width = max(lengths)
             padded = [
                 [0] * (width - length) + list(ids[start : start + length])

@@ -401,7 +401,7 @@ class RunFolder:
             UserError: the weights certainly need more memory than there is, the base is not there or is not the one of
                 the run, or for a reason that `build_model` or `add_lora` lists.
         """
-        model = build_checked(self.config, draw=draw and self.config.lora is None)
+        model = build_checked(self.config, draw=draw)
         if self.config.lora is not None:
             check_lora(model, self.config.lora)
             load_weights(model, self._base_file(base))
