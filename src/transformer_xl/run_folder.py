@@ -25,6 +25,8 @@ from typing import Any, get_args
 import torch
 import yaml
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from transformer_xl.architectures import build_model
 from transformer_xl.checkpoint_record import (
@@ -458,9 +460,18 @@ def build_checked(config: RunConfig, *, draw: bool = True) -> LanguageModel:
     """
     advice = "use a machine with more memory, or a smaller model"
     require_memory("the model", min_weight_bytes(config.model), torch.device("cpu"), advice)
-    with nullcontext() if draw else torch.device("meta"):
-        model = build_model(config.model, memory_length=config.train.memory_length)
-    return model if draw else model.to_empty(device="cpu")
+    with nullcontext() if draw else _WithoutDraws():
+        return build_model(config.model, memory_length=config.train.memory_length)
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves out the functions of torch.nn.init. (On the meta device, torch would load 140 MB of Python modules.)"""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.rows import MemoryState
@@ -47,14 +47,19 @@ class ServedModel:
         """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
         memory = self._first_memory()
         self._no_slots = memory.reset([0]).resized(0)  # from which all memories are derived
-        # each tensor of a state without contents, and its dimension of the slots
+        # dtype and shape of each tensor of a state, and its dimension of the slots
         self._state_layout = [
-            (f"{name}_{index}", tensor.to("meta"), None if isinstance(cache, RecurrentCache) else cache.slot_dim)
+            (
+                f"{name}_{index}",
+                tensor.dtype,
+                tuple(tensor.shape),
+                None if isinstance(cache, RecurrentCache) else cache.slot_dim,
+            )
             for index, cache in enumerate(memory.layers)
             for name, tensor in cache.tensors().items()
         ]
         if memory.recent_BR is not None:
-            self._state_layout.append(("recent", memory.recent_BR.to("meta"), None))
+            self._state_layout.append(("recent", torch.int64, tuple(memory.recent_BR.shape), None))
 
     def _first_memory(self) -> Memory:
         """Return a memory after the first tokens, from which all later ones are derived.
@@ -142,15 +147,13 @@ class ServedModel:
             max_tokens=num_tokens,
         )
 
-    def state_tensors(self, state: MemoryState) -> dict[str, Tensor]:
-        """Return tensors without contents, of the dtype and shape of each tensor of a state with these counts."""
-        tensors: dict[str, Tensor] = {}
-        for name, tensor, slot_dim in self._state_layout:
-            shape = list(tensor.shape)
-            if slot_dim is not None:
-                shape[slot_dim] = state.num_valid if self.inference.limits_visible else state.memory_length
-            tensors[name] = tensor.new_empty(shape)
-        return tensors
+    def state_shapes(self, state: MemoryState) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype and shape of each tensor of a state with these counts."""
+        num_slots = state.num_valid if self.inference.limits_visible else state.memory_length
+        return {
+            name: (dtype, tuple(num_slots if dim == slot_dim else size for dim, size in enumerate(shape)))
+            for name, dtype, shape, slot_dim in self._state_layout
+        }
 
     @property
     def max_slots(self) -> int:
@@ -161,7 +164,7 @@ class ServedModel:
     def max_state_bytes(self) -> int:
         """Size of the largest state, in bytes."""
         largest = MemoryState(0, self.max_slots, self.max_slots, self.max_slots)
-        return sum(tensor.nbytes for tensor in self.state_tensors(largest).values())
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.state_shapes(largest).values())
 
     @property
     def limits_text(self) -> str:

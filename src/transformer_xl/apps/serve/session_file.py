@@ -108,8 +108,10 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
     with _damage_reported():
         metadata, shapes = read_metadata(path), read_shapes(path)
     session, served = _described(metadata.get("session", ""), models)
-    state_tensors: dict[str, torch.Tensor] = {} if session.state is None else served.state_tensors(session.state)
-    expected = {name: tuple(tensor.shape) for name, tensor in {**state_tensors, **_EMPTY_TENSOR}.items()}
+    described = (
+        served.state_shapes(session.state) if session.state else dict[str, tuple[torch.dtype, tuple[int, ...]]]()
+    )
+    expected = {name: shape for name, (_, shape) in described.items()} | dict.fromkeys(_EMPTY_TENSOR, (1,))
     if shapes != expected:
         raise UserError("the memory in this file has another shape than this model and memory length need")
     with _damage_reported():
@@ -118,7 +120,7 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
         return session
     del tensors["txl_session"]
     for name, tensor in tensors.items():
-        if tensor.dtype != state_tensors[name].dtype:
+        if tensor.dtype != described[name][0]:
             raise UserError(f"the memory in this file has another data type than this model ({name})")
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
