@@ -105,3 +105,18 @@ def test_settings_of_earlier_versions_may_be_stated_with_their_only_value() -> N
     assert TrainConfig(muon_momentum=0.95, segment_warmup_steps=0, initial_segment_length=None) == TrainConfig()
     with pytest.raises(UserError, match=r"muon_momentum is gone .* always 0\.95 now"):
         TrainConfig(muon_momentum=0.9)
+
+
+def test_regularization_is_read_where_earlier_files_have_it() -> None:
+    flat = {"dropout": 0.2, "input_dropout": 0.3, "qkv_dropout": 0.4}
+    config = TransformerXLConfig.model_validate(flat)
+    assert (config.regularization.input_dropout, config.regularization.qkv_dropout) == (0.3, 0.4)
+    assert config == TransformerXLConfig(dropout=0.2, regularization={"input_dropout": 0.3, "qkv_dropout": 0.4})
+    # checksums and transformers' config.json keep that form
+    assert config.flat().items() >= flat.items()
+    assert "regularization" not in config.flat()
+    assert "qkv_dropout" not in VaswaniConfig().flat()
+    with pytest.raises(UserError, match="input_dropout is a setting of the group regularization, which was given too"):
+        TransformerXLConfig(**flat, regularization={"output_dropout": 0.1})
+    with pytest.raises(UserError, match="regularization.qkv_dropout is not for vaswani"):
+        VaswaniConfig(regularization={"qkv_dropout": 0.1})

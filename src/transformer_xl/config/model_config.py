@@ -57,6 +57,9 @@ class RegularizationConfig(Settings):
 class _Architecture(Settings):
     """What other parts ask of the settings of any architecture, in place of its class."""
 
+    has_distances: ClassVar[bool] = False
+    """Whether layers attend by the distance between query and key."""
+
     @property
     def attends_empty_slots(self) -> bool:
         """Whether queries attend to memory slots that are not filled yet (the setting attend_empty_memory)."""
@@ -140,13 +143,13 @@ class BaseModelConfig(_Architecture):
         """Return all settings as plain values without groups: what checksums and transformers' config.json have."""
         values = self.model_dump(mode="json")
         values |= values.pop("regularization")
-        if not isinstance(self, RelativeLayerConfig):
+        if not self.has_distances:
             del values["qkv_dropout"]
         return values
 
     @model_validator(mode="after")
     def _check_qkv_dropout(self) -> Self:
-        if self.regularization.qkv_dropout and not isinstance(self, RelativeLayerConfig):
+        if self.regularization.qkv_dropout and not self.has_distances:
             raise ValueError(f"regularization.qkv_dropout is not for {self.architecture}; leave it out")
         return self
 
@@ -306,6 +309,8 @@ class TransformerConfig(LayerConfig, BaseModelConfig):
 
 class RelativeLayerConfig(LayerConfig):
     """Settings of layers that attend to a memory by relative distance."""
+
+    has_distances: ClassVar[bool] = True
 
     qk_norm: bool = False
     """Apply RMSNorm to the queries and keys of each head, with learned scales (Henry et al. 2020)."""
