@@ -118,5 +118,5 @@ def test_regularization_is_read_where_earlier_files_have_it() -> None:
     assert "qkv_dropout" not in VaswaniConfig().flat()
     with pytest.raises(UserError, match="input_dropout is a setting of the group regularization, which was given too"):
         TransformerXLConfig(**flat, regularization={"output_dropout": 0.1})
-    with pytest.raises(UserError, match="regularization.qkv_dropout is not for vaswani"):
+    with pytest.raises(UserError, match=r"regularization\.qkv_dropout is not for vaswani"):
         VaswaniConfig(regularization={"qkv_dropout": 0.1})
