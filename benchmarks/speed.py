@@ -5,8 +5,9 @@
 
 Each work runs in a process of its own with the package of one commit, in the order base, head, head, base and so on.
 A commit is checked out as a git worktree in a temporary folder; native operators are shared where the C++ sources are
-the same. A ratio is above 1 where head is better, whatever the unit; its interval has the ratios of all rounds. The
-status is 1 if a whole interval is below 0.95. The workers are those of this file, and use the public interface alone.
+the same. Two servers stand beside each other, and get load for 4 seconds in turn. A ratio is above 1 where head is
+better, whatever the unit; its interval has the ratios of all rounds, its quartiles the middle half of them. The status
+is 1 if a whole interval is below 0.95. The workers are those of this file, and use the public interface alone.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class Version:
         self.name, self.source, self.folder, self.args = name, source, folder, args
         self.environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": str(args.threads)}
         self.memory_length = 20 if args.quick else 2100
+        self.server: tuple[subprocess.Popen[str], str] | None = None
+        """The server of the work that is measured, and its address; it waits while the other version is measured."""
 
     def prepare(self) -> None:
         """Build the native operators where they are not built yet, and write the files.
@@ -191,23 +194,28 @@ class Version:
         import serving
 
         load = Namespace(threads=self.args.threads, server="ours", option=[], drop=0.0, check=0)
-        load.tokens, load.prompt_tokens, load.seconds = (8, 6, 0.5) if self.args.quick else (128, 64, 15.0)
-        environment = dict(os.environ)
-        os.environ |= self.environment  # of the server, which is started by serving.py
-        try:
-            process, url = serving.start_server(self.folder / "small", clients, load)
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
-        try:
-            result = asyncio.run(serving.run_load(url, "small", clients, load))
-            _, peak = serving.resident_bytes(process)
-        finally:
-            process.kill()
-            process.communicate()
+        load.tokens, load.prompt_tokens, load.seconds = (8, 6, 0.5) if self.args.quick else (128, 64, 4.0)
+        if self.server is None:
+            environment = dict(os.environ)
+            os.environ |= self.environment  # of the server, which is started by serving.py
+            try:
+                self.server = serving.start_server(self.folder / "small", clients, load)
+            finally:
+                os.environ.clear()
+                os.environ.update(environment)
+            asyncio.run(serving.run_load(self.server[1], "small", clients, load))
+        process, url = self.server
+        result = asyncio.run(serving.run_load(url, "small", clients, load))
         if result.errors:
             raise SystemExit(f"{self.name}: {result.errors[0]}")
-        return {"tokens/s": result.num_tokens / load.seconds, "MiB peak": peak / 2**20}
+        return {"tokens/s": result.num_tokens / load.seconds, "MiB peak": serving.resident_bytes(process)[1] / 2**20}
+
+    def stop_server(self) -> None:
+        """Stop the server, if one was started."""
+        if self.server is not None:
+            self.server[0].kill()
+            self.server[0].communicate()
+            self.server = None
 
 
 def git(*words: str) -> str:
@@ -248,7 +256,9 @@ def compare(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> list[dic
         pairs = zip(base, head, strict=True)
         ratios = [other / one if unit in HIGHER_IS_BETTER else one / other for one, other in pairs]
         median = {"base": statistics.median(base), "head": statistics.median(head), "ratio": statistics.median(ratios)}
-        found.append({"unit": unit, **median, "interval": [min(ratios), max(ratios)], "rounds": [base, head]})
+        middle = statistics.quantiles(ratios, n=4, method="inclusive")[::2] if len(ratios) > 1 else ratios * 2
+        interval = [min(ratios), max(ratios)]
+        found.append({"unit": unit, **median, "quartiles": middle, "interval": interval, "rounds": [base, head]})
     return found
 
 
@@ -291,19 +301,22 @@ def main() -> None:
             (folder := Path(temporary) / f"{side}-files").mkdir()
             versions.append(Version(label, source, folder, args))
             versions[-1].prepare()
+            stack.callback(versions[-1].stop_server)
         base, head = versions
         say(f"base {base.name}, head {head.name}")
-        print("| work | unit | base | head | ratio | interval |\n|---|---|---|---|---|---|")
+        print("| work | unit | base | head | ratio | quartiles | interval |\n|---|---|---|---|---|---|---|")
         for work in works:
             rounds = []
             for number in range(args.rounds):
                 order = (base, head) if number % 2 == 0 else (head, base)
                 results = {version: version.measure(work) for version in order}
                 rounds.append((results[base], results[head]))
+            for version in versions:
+                version.stop_server()
             found[work] = compare(rounds)
             for line in found[work]:
-                low, high = line["interval"]
-                numbers = f"{line['base']:,.5g} | {line['head']:,.5g} | {line['ratio']:.3f} | {low:.3f} to {high:.3f}"
+                spread = " | ".join(f"{low:.3f} to {high:.3f}" for low, high in (line["quartiles"], line["interval"]))
+                numbers = f"{line['base']:,.5g} | {line['head']:,.5g} | {line['ratio']:.3f} | {spread}"
                 print(f"| {work} | {line['unit']} | {numbers} |", flush=True)
     about = {"command": command(), "cpu": cpu_model(), "cpu_features": cpu_features(), "threads": args.threads}
     write({**about, "busy": busy, "base": base.name, "head": head.name, "works": found}, args.out)
