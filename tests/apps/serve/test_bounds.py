@@ -276,11 +276,11 @@ def test_request_for_many_samples_gets_its_turn(run: Run, tmp_path: Path) -> Non
         with client.stream("POST", "/v1/completions", json=long, headers=wide) as answer:
             chunks = answer.iter_raw()  # a name for it, since an iterator that is dropped ends the stream
             next(chunks)
-            four, late = post(wide, n=4), post(narrow)
+            four, late = post(wide, n=4), post(narrow, max_tokens=3000)  # long after the four, also on a busy machine
             steps = runner.engine.counters.steps
             while runner.engine.counters.steps < steps + 50:
                 time.sleep(0.01)
             assert runner.engine.num_waiting == 2
-        four.join(20)
-        late.join(20)
+        four.join(60)
+        late.join(60)
         assert order == [4, 1]
