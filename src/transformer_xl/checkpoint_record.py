@@ -84,7 +84,7 @@ class ChosenWeights:
             if newer.step > self.used.step and not newer.is_validated:
                 lines.append(
                     f"{NOTE}the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
-                    f"used and were never validated, so they may be better; --checkpoint {newer.name} uses them"
+                    f"used and were never validated, so they may be better; checkpoint={newer.name} uses them"
                 )
         return lines
 

@@ -55,7 +55,7 @@ def set_threads(number: int | None) -> None:
     """
     if number is not None:
         if not 1 <= number <= _MAX_THREADS:
-            raise UserError(f"--threads {number}: must be between 1 and {_MAX_THREADS:,}")
+            raise UserError(f"threads={number}: must be between 1 and {_MAX_THREADS:,}")
         torch.set_num_threads(number)
 
 

@@ -16,6 +16,8 @@ from typing import Self
 NOTE = "note: "
 """Beginning of every line that tells the user what they may not expect."""
 
+_wording: Callable[[str], str] = str
+
 
 def say(text: str) -> None:
     """Print a line for the user, on standard error."""
@@ -29,7 +31,18 @@ def note(text: str, print_line: Callable[[str], None] = say) -> None:
         text: the note, without a prefix.
         print_line: prints it; by default on standard error.
     """
-    print_line(f"{NOTE}{text}")
+    print_line(f"{NOTE}{_wording(text)}")
+
+
+@contextmanager
+def notes_worded(wording: Callable[[str], str]) -> Iterator[None]:
+    """Word the notes inside the block otherwise: a command names settings by the flags that give them."""
+    global _wording
+    before, _wording = _wording, wording
+    try:
+        yield
+    finally:
+        _wording = before
 
 
 @contextmanager

@@ -172,15 +172,15 @@ class RunFolder:
         """
         if path is None:
             if self.config.corpus is None:
-                raise UserError(f"{self.path} does not record its corpus; pass --corpus DIR")
+                raise UserError(f"{self.path} does not record its corpus; pass corpus=DIR")
             path = Path(self.config.corpus.path)
             if not path.exists():
-                raise UserError(f"the corpus of this run, {path}, no longer exists; pass --corpus DIR")
+                raise UserError(f"the corpus of this run, {path}, no longer exists; pass corpus=DIR")
         corpus = Corpus.open(path)
         if difference := describe_difference(corpus.tokenizer, self.tokenizer):
             raise UserError(
-                f"{path} has another tokenizer than {self.path} ({difference}); prepare it with "
-                f"--tokenizer {quoted(self.path)}"
+                f"{path} has another tokenizer than {self.path} ({difference}); prepare it with the "
+                f"run's: txl prepare FILES --tokenizer {quoted(self.path)}"
             )
         return corpus
 
@@ -245,13 +245,13 @@ class RunFolder:
                 advice = self.advice_if_stopped_early() or f"train it: txl train --resume {quoted(self.path)}"
                 raise UserError(f"{self.path} has no weights yet; {advice}")
             if checkpoint == "last":
-                raise UserError(f"{self.path} has no checkpoint, only its best weights; use --checkpoint best")
+                raise UserError(f"{self.path} has no checkpoint, only its best weights; use checkpoint=best")
             return ChosenWeights(best)
         last = self._last_weights(newest)
         if checkpoint == "best" and best is None and CheckpointRecord.read(newest).state.get("best_nats") is not None:
             raise UserError(
                 f"{self.path / self.weights_name}, the best weights, is missing; copy it again, or use the last ones "
-                "with --checkpoint last"
+                "with checkpoint=last"
             )
         averaged = self.config.train.weight_average != "none"
         # the same weights, unless training went back and came to the same step by another way
@@ -390,7 +390,7 @@ class RunFolder:
             what = "the train and evaluation settings in config.yaml" if "model_sha256" in metadata else "config.yaml"
             return [f"there is none of {what}"]
         # the run was killed, or the disk was full, after the checkpoint and before config.yaml was written
-        return [] if self.config == trained else ["config.yaml lacks the last change, which --resume writes"]
+        return [] if self.config == trained else ["config.yaml lacks the last change, which resuming writes"]
 
     def build_model(self, base: Path | None = None, *, draw: bool = True) -> LanguageModel:
         """Build the model in host memory with initial weights, or with those of its base and a new adapter.

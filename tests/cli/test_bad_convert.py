@@ -176,7 +176,7 @@ WRONG_ARGUMENTS: dict[str, str] = {
     "hub/model.safetensors run --source-format huggingface": r"is one file of a checkpoint; pass its folder, hub$",
     "hub run --source-format nvidia": r"hub: is a folder|hub.*no checkpoint",
     "hub run --tokenizer nowhere": r"nowhere",
-    "hub run --to huggingface --source-format nvidia": r"--source-format cannot be combined with --to huggingface",
+    "hub run --to huggingface --source-format nvidia": r"--source-format .*cannot be combined with --to huggingface",
     "hub run --to huggingface": r"hub: not the folder of a run",
     "hub official": r"official exists already; choose another path",
     "hub link": r"link exists already; choose another path",

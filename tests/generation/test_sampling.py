@@ -172,7 +172,7 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
 def test_logits_that_are_not_finite_are_refused(config: GenerationConfig, value: float) -> None:
     logits_BV = logits_of(PROBABILITIES, PROBABILITIES)
     logits_BV[1, 4] = value
-    with pytest.raises(UserError, match=r"not finite.*--checkpoint"):
+    with pytest.raises(UserError, match=r"not finite.*checkpoint=best"):
         sample(logits_BV, config, seeded(1, 2))
     with pytest.raises(UserError, match="no token is left"):
         sample(torch.full((1, 5), -torch.inf), config, seeded(1))

@@ -77,6 +77,6 @@ def test_training_stops_after_a_too_large_learning_rate(tmp_path: Path) -> None:
         trainer.run()
     load_run(trainer.folder, CPU, "last")
     validated = start(tmp_path / "validated", corpus, learning_rate=1e30, warmup_steps=0, eval_interval=1)
-    with pytest.raises(UserError, match=r"validation loss became nan at step 1; .*--train.learning-rate"):
+    with pytest.raises(UserError, match=r"validation loss became nan at step 1; .*train.learning_rate"):
         validated.run()
     assert not (tmp_path / "validated" / "model.safetensors").exists()

@@ -93,7 +93,7 @@ def test_copy_of_a_compiled_model_uses_its_own_weights(make_model) -> None:
 
 
 def test_cuda_graphs_need_cuda(make_model) -> None:
-    with pytest.raises(UserError, match=r"needs CUDA.*cpu; set --train.compile to layers"):
+    with pytest.raises(UserError, match=r"needs CUDA.*cpu; set train.compile=layers"):
         compile_layers(make_model(), CPU, "cudagraphs")
 
 
@@ -106,4 +106,4 @@ def test_missing_compiler_is_reported(make_model, monkeypatch: pytest.MonkeyPatc
     with torch._inductor.utils.fresh_cache(), pytest.raises(UserError) as raised:
         compile_layers(make_model(), CPU, "layers")
     assert "\n" not in str(raised.value)
-    assert re.search(r"no such file: g\+\+.*install a C\+\+ compiler.*--train.compile none", str(raised.value))
+    assert re.search(r"no such file: g\+\+.*install a C\+\+ compiler.*train.compile=none", str(raised.value))

@@ -141,7 +141,7 @@ def test_notes_say_what_the_proposal_leaves_out(tmp_path: Path, monkeypatch: pyt
     tried = max(trial.learning_rate for trial in result.trials)
     text = "\n".join(result.notes)
     assert "was the highest of those tried" in text
-    assert f"search again with --train.learning-rate {tried:.2g}" in text
+    assert f"search again with train.learning_rate={tried:.2g}" in text
     assert "without train.weight_average ema" in text
 
 

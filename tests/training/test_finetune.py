@@ -373,7 +373,7 @@ def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
 
 def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:
     base, corpus = word_runs(tmp_path)
-    with pytest.raises(UserError, match=r"another tokenizer .*; prepare it with --tokenizer .*--replace-tokenizer"):
+    with pytest.raises(UserError, match=r"another tokenizer .*txl prepare FILES --tokenizer .*replace_tokenizer"):
         finetune(base, corpus, tmp_path / "tuned", **OPTIONS)
     (tmp_path / "numbers.txt").write_text("1 2 3\n" * 50)
     numbers = prepare(train=tmp_path / "numbers.txt", out=tmp_path / "numbers", tokenizer="integer")

@@ -277,7 +277,7 @@ def test_overfitting_is_reported_once(
         if "overfits" in message
     ]
     assert [step for step, _ in found] == expected
-    assert all("--train.max-epochs 1" in message for _, message in found)
+    assert all("train.max_epochs=1" in message for _, message in found)
 
 
 def test_warning_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_stop_validates_the_last_weights(tmp_path: Path) -> None:
     chosen = again.folder.choose_weights()
     assert (chosen.used.step, chosen.others[0].step, chosen.others[0].valid_nats_per_token) == (5, 8, None)
     assert "last weights are 3 steps newer" in chosen.lines()[1]
-    assert "--checkpoint last" in chosen.lines()[1]
+    assert "checkpoint=last" in chosen.lines()[1]
     files = [run.folder.choose_weights("last").used.file.read_bytes() for run in (trainer, again)]
     assert files[0] == files[1]
 

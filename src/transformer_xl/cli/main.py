@@ -11,6 +11,7 @@ import sys
 from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from transformer_xl import __version__
+from transformer_xl.progress import notes_worded
 
 # 'txl --help' shows only the first paragraph, 'txl COMMAND --help' the whole text.
 COMMANDS = {
@@ -103,8 +104,17 @@ def run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:  # as in git: txl help train
         arguments = [*arguments[1:], "--help"]
     app = build_app()
+
+    def with_flags(message: str) -> str:
+        """Return a message of the library, which names settings, with the flags of the command instead."""
+        from transformer_xl.cli.flags import name_flags
+
+        command = app.parse_commands(arguments)[1][-1]
+        return name_flags(message, [name for flag in command.assemble_argument_collection() for name in flag.names])
+
     try:
-        status = app(arguments, exit_on_error=False, print_error=False)
+        with notes_worded(with_flags):
+            status = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
@@ -119,14 +129,10 @@ def run(arguments: list[str]) -> int:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
-        from transformer_xl.cli.flags import name_flags
         from transformer_xl.cli.output import printable
 
-        if not isinstance(error, CycloptsError):  # an error of the library, which names settings
-            command = app.parse_commands(arguments)[1][-1]
-            message = name_flags(
-                message, [name for flag in command.assemble_argument_collection() for name in flag.names]
-            )
+        if not isinstance(error, CycloptsError):
+            message = with_flags(message)
         print(f"txl: error: {printable(message)}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()

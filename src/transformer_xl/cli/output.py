@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_xl.config import UserError
 from transformer_xl.files import check_new_file
-from transformer_xl.progress import note, say
+from transformer_xl.progress import NOTE, note, say
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:
 def say_weights(weights: ChosenWeights | None, model: str = "") -> None:
     """Print which weights of a run are used, and which others there are; `model` names one of several models."""
     for line in weights.lines(model) if weights else ():
-        say(line)
+        (note if line.startswith(NOTE) else say)(line.removeprefix(NOTE))
 
 
 def load_run(path: Path, device: torch.device, checkpoint: CheckpointName, *, int8: bool = False) -> Run:

@@ -190,7 +190,7 @@ def check_weights(model: LanguageModel) -> None:
         more = f" and {len(non_finite) - 1} more tensors" if non_finite[1:] else ""
         raise UserError(
             f"the weights {non_finite[0]}{more} are not finite; train again with a lower learning rate, or use another "
-            "checkpoint (--checkpoint best or last)"
+            "checkpoint (checkpoint=best or checkpoint=last)"
         )
 
 

@@ -130,5 +130,5 @@ def check_logits(max_B: Tensor) -> None:
     if not bool(max_B.isfinite().all()):
         raise UserError(
             "the model's logits are not finite numbers: its weights are damaged, or its training diverged; "
-            "use other weights (--checkpoint best or last)"
+            "use other weights (checkpoint=best or checkpoint=last)"
         )

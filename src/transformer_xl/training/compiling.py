@@ -32,9 +32,7 @@ def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["no
     if mode == "none":
         return
     if mode == "cudagraphs" and device.type != "cuda":
-        raise UserError(
-            f"compile cudagraphs needs CUDA, and this run is on {device}; set --train.compile to layers or none"
-        )
+        raise UserError(f"compile cudagraphs needs CUDA, and this run is on {device}; set train.compile=layers or none")
     _check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     for layer in model.layers:
@@ -69,5 +67,5 @@ def _check_compiler(device: torch.device) -> None:
         reason = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
         raise UserError(
             f"torch.compile does not work on this computer ({reason}); install a C++ compiler (g++ or clang, and for "
-            "CUDA triton), or set --train.compile none"
+            "CUDA triton), or set train.compile=none"
         ) from None

@@ -272,7 +272,7 @@ def _final_error(error: BaseException, store: dist.Store | None, group_name: str
         return SystemExit(2)
     return UserError(
         "another process of this run has ended, so this one must end too; the same command under torchrun, or "
-        f"--resume RUN, resumes from the newest checkpoint ({str(error).splitlines()[0][:200]})"
+        f"txl train --resume RUN, resumes from the newest checkpoint ({str(error).splitlines()[0][:200]})"
     )
 
 
@@ -287,11 +287,11 @@ def _local_device(device: torch.device, local_rank: int) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != "cuda":
-        raise UserError(f"several processes cannot share --device {device.type}; use cpu or cuda, or start one process")
+        raise UserError(f"several processes cannot share device={device.type}; use cpu or cuda, or start one process")
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local process {local_rank + 1} has no GPU, this computer has {torch.cuda.device_count()}; start at most "
-            "that many processes with --nproc-per-node, or use --device cpu"
+            "that many processes with --nproc-per-node, or use device=cpu"
         )
     local_device = torch.device("cuda", local_rank)
     torch.cuda.set_device(local_device)

@@ -194,7 +194,7 @@ class _Search:
         if highest - lowest < _MIN_SPREAD * lowest:
             raise UserError(
                 f"the loss is the same at all learning rates from {min(losses):.2g} to {max(losses):.2g}, so they are "
-                "too small to teach the model anything; begin the search with a larger --train.learning-rate"
+                "too small to teach the model anything; begin the search with a larger train.learning_rate"
             )
         steps, losses = self._round(1, _best(losses), factor=2)
         best = _best(losses)
@@ -202,7 +202,7 @@ class _Search:
             end = "lowest" if best == min(losses) else "highest"
             self._notes.append(
                 f"the best rate was the {end} of those tried, so one beyond it may be better; search again with "
-                f"--train.learning-rate {best:.2g}"
+                f"train.learning_rate={best:.2g}"
             )
         rate = _lowest_point(losses) * (steps / config.max_steps) ** _LENGTH_EXPONENTS[config.optimizer]
         return float(f"{rate:.2g}")
@@ -231,7 +231,7 @@ class _Search:
         if not math.isfinite(min(losses.values())):
             raise UserError(
                 f"the loss is not finite at any learning rate from {min(losses):.2g} to {max(losses):.2g}; begin the "
-                "search with a smaller --train.learning-rate, or check train.max_grad_norm and train.dtype"
+                "search with a smaller train.learning_rate, or check train.max_grad_norm and train.dtype"
             )
         return steps, losses
 

@@ -253,8 +253,9 @@ def _check_tokens(base: Run, corpus: Corpus, old_of_V: npt.NDArray[np.int64], *,
     difference = describe_difference(corpus.tokenizer, base.tokenizer)
     if not replace_tokenizer:
         raise UserError(
-            f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
-            f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
+            f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with the "
+            f"run's (txl prepare FILES --tokenizer {quoted(base.path)}), or give replace_tokenizer to learn the "
+            "embeddings of tokens that the run lacks"
         )
     if not (old_of_V >= 0).any():
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")

@@ -177,7 +177,7 @@ class HealthCallback(Callback):
                 f"at step {metrics['step']:,} the validation loss is {nats:.3f} nats per token, above its lowest, "
                 f"{best:.3f}, and the training loss {state.mean_nats:.3f}: the model overfits its training text, which "
                 f"it has read {times_read:.1f} times. The weights with the lowest loss are kept. Start a new run with "
-                "--train.max-epochs 1, more text or more regularization (--model.dropout)"
+                "train.max_epochs=1, more text or more regularization (model.dropout)"
             )
 
     def count(self, sums: StepSums) -> None:

@@ -113,5 +113,5 @@ def check_tensorboard(config: TrainConfig) -> None:
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
             "train.tensorboard needs a package that is not installed; run pip install 'transformer-xl[tensorboard]', "
-            "or omit --train.tensorboard (metrics.jsonl contains the same values)"
+            "or omit train.tensorboard (metrics.jsonl contains the same values)"
         )

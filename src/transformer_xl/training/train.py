@@ -260,7 +260,7 @@ def run_training(
                 peak = trainer.config.learning_rate
                 note(
                     f"the warm-up of {warmup:,} steps ends after the training of {steps:,}, which reaches "
-                    f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower --train.warmup-steps",
+                    f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower train.warmup_steps",
                     log,
                 )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
@@ -327,15 +327,15 @@ def start_run(
         exists = world.is_first and is_restartable() and (path / "config.yaml").exists()
         if exists and RunFolder.open(path).config != checked:
             raise UserError(
-                f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
-                "choose another --run"
+                f"{path} contains a run with other settings; resume it (txl train --resume {quoted(path)}), or "
+                "choose another folder"
             )
         window, train = checked.evaluation.attention_window, checked.train
         if window is not None and window < train.segment_length + train.memory_length:
             note(
                 f"evaluation attends to {window:,} tokens, fewer than training with segments of "
                 f"{train.segment_length:,} and memory of {train.memory_length:,}; "
-                "--evaluation.attention-window none removes that limit",
+                "evaluation.attention_window=none removes that limit",
                 log,
             )
     restarted = world.any(exists)
@@ -377,7 +377,7 @@ def complete_settings(
     if is_recipe and is_l2 and "weight_decay" not in overrides.get("train", {}):
         raise UserError(
             f"the recipe's train.weight_decay {decay:g} is for adamw and muon, and would be L2 regularization with "
-            "optimizer adam; give --train.weight-decay 0 too, or --train.optimizer adamw"
+            "optimizer adam; give train.weight_decay=0 too, or train.optimizer=adamw"
         )
     corpus = Corpus.open(corpus_path)
     reference = {
@@ -433,7 +433,7 @@ def _resume(
             stack.enter_context(lock_folder(path))
         for name in overrides["train"]:
             if name not in _CHANGEABLE:
-                raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
+                raise UserError(f"train.{name} cannot change within a run; start a new one with run=DIR")
         from_step = None if num_restarts() else from_step  # a restarted program has gone back already
         checkpoint = checkpoint_at(folder, from_step)
         recorded = None if checkpoint is None else trained_config(checkpoint)
@@ -453,7 +453,7 @@ def _resume(
         if base is not None:
             finetune = folder.config.finetune
             if finetune is None or finetune.lora is None:
-                raise UserError(f"{path} is a whole run, not an adapter; leave --base out")
+                raise UserError(f"{path} is a whole run, not an adapter; leave out base={base}")
             finetune = finetune.model_copy(update={"base": str(base.resolve())})
             folder = replace(folder, config=folder.config.model_copy(update={"finetune": finetune}))
         known = folder.config
@@ -486,13 +486,13 @@ def _resume(
 def _check_steps_left(path: Path, step: int, known: TrainConfig, config: TrainConfig) -> None:
     """Refuse settings of training that end before the step of the checkpoint, or change where no step is left."""
     if step > config.max_steps:
-        raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {config.max_steps:,}")
+        raise UserError(f"{path} is at step {step:,} already, beyond train.max_steps={config.max_steps}")
     changed = [name for name, value in config if getattr(known, name) != value and name != "max_steps"]
     if changed and step == config.max_steps:
         name = changed[0]
         raise UserError(
             f"{path} has done all of its {step:,} steps, so none is left to train with train.{name} "
-            f"{getattr(config, name)}; give --train.max-steps above {step} too, or leave train.{name} out"
+            f"{getattr(config, name)}; give train.max_steps above {step} too, or leave train.{name} out"
         )
 
 
@@ -509,7 +509,7 @@ def _change_lines(trainer: Trainer, known: TrainConfig) -> list[str]:
     end, end_step = learning_rate(config.max_steps - 1, config), config.max_steps
     line = f"learning rate: {last:.3g} in step {step:,}, {following:.3g} in the next, {end:.3g} in step {end_step:,}"
     if step >= config.warmup_steps and following < config.learning_rate / 100:
-        line += "; that is below 1% of its peak and teaches little, give more --train.max-steps"
+        line += "; that is below 1% of its peak and teaches little, give more train.max_steps"
     return [*lines, line]
 
 
@@ -519,7 +519,7 @@ def _restore(trainer: Trainer, log: Callable[[str], None], from_step: int | None
     step, max_steps = trainer.state.step, trainer.config.max_steps
     for warning in warnings:
         note(warning, log)
-    nothing = "; no step is left, give a larger --train.max-steps to train on" if step == max_steps else ""
+    nothing = "; no step is left, give a larger train.max_steps to train on" if step == max_steps else ""
     log(f"resuming {trainer.folder.path} at step {step:,} of {max_steps:,}{nothing}")
 
 

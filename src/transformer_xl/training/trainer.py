@@ -272,7 +272,7 @@ class Trainer:
                 return False
             if not math.isfinite(nats):
                 raise UserError(
-                    f"the validation loss became {nats} at step {self.state.step}; lower --train.learning-rate"
+                    f"the validation loss became {nats} at step {self.state.step}; lower train.learning_rate"
                 )
             sums = self._sums("valid", nats, validator.num_tokens)
             nats_per_token = sums.nats_per_token

@@ -139,13 +139,13 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
 def test_checkpoint_without_tokenizer_needs_one(tmp_path: Path) -> None:
     model = old_model(CASES["clusters"])
     saved = save_official(tmp_path / "old", model)
-    with pytest.raises(UserError, match=r"no tokenizer .* 23 tokens; pass --tokenizer"):
+    with pytest.raises(UserError, match=r"no tokenizer .* 23 tokens; pass tokenizer="):
         convert(saved, tmp_path / "run")
     # 22 integers and the end-of-sequence token are the 23 tokens of the model
     save_tokenizer(IntegerTokenizer(num_values=22), tmp_path / "txl_tokenizer.json")
     convert(saved, tmp_path / "run", tokenizer=tmp_path / "txl_tokenizer.json")
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
-    with pytest.raises(UserError, match="--tokenizer byte has 256 tokens, but the model has 23"):
+    with pytest.raises(UserError, match="tokenizer=byte has 256 tokens, but the model has 23"):
         convert(saved, tmp_path / "other", tokenizer="byte")
 
 

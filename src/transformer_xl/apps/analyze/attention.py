@@ -28,6 +28,7 @@ from transformer_xl.apps.analyze.attention_maps import (
 )
 from transformer_xl.apps.analyze.attention_page import attention_page, choose_page_tokens, token_texts
 from transformer_xl.checkpoint_record import CheckpointName
+from transformer_xl.cli.output import say_weights
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.attention_by_distance import require_attention_terms
@@ -36,7 +37,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, Tok
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
 from transformer_xl.inference import TokenModel
-from transformer_xl.progress import ProgressBar, note, say
+from transformer_xl.progress import ProgressBar, note
 from transformer_xl.run import load_run
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import to_bytes
@@ -103,8 +104,7 @@ def analyze_attention(
     plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
     loaded = load_run(folder, torch_device, checkpoint)
     model = require_attention_terms(loaded.model)
-    for line in loaded.weights.lines() if loaded.weights else ():
-        say(line)
+    say_weights(loaded.weights)
     shape = (model.config.n_layers, model.config.n_heads)
     _check_heads(heads or (), shape)
     if text is None:

@@ -117,7 +117,7 @@ def trace_attention(
                 if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
                     raise UserError(
                         f"layer {layer} computes values that are not finite: its weights are too large; train again "
-                        "with a lower learning rate, or use the other checkpoint (--checkpoint best or last)"
+                        "with a lower learning rate, or use the other checkpoint (checkpoint=best or checkpoint=last)"
                     )
                 for callback in callbacks:
                     callback(LayerAttention(layer, start, min(start, memory_length), trace.terms))

@@ -320,7 +320,7 @@ def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
     """Return the settings that all systems share: those of the recipe, replaced by the overrides."""
     for group, name in (("model", "architecture"), ("train", "seed"), ("train", "loss")):
         if name in overrides[group]:
-            raise UserError(f"{group}.{name} differs between runs; leave it out (--seeds sets the seeds)")
+            raise UserError(f"{group}.{name} differs between runs; leave it out (give seeds=1,2,3 instead)")
     settings = merge_recipe(load_recipe(recipe), {})
     if smoke:
         settings = merge(settings, _SMOKE_SETTINGS) | {"evaluation": dict[str, Any]()}

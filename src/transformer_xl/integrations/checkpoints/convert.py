@@ -120,13 +120,13 @@ def convert(
     check_is_new(out)
     is_adapter = (source / PEFT_CONFIG_FILE).exists() and (source / "config.yaml").exists()
     if to != "run" or is_adapter:
-        options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
-        if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
-            other = f"--to {to}" if to != "run" else "an adapter"
+        options = {"source_format": source_format, "tokenizer": tokenizer, "pre_tokenizer": pre_tokenizer}
+        if inapplicable := [f"{name}={value}" for name, value in options.items() if value is not None]:
+            other = f"to={to}" if to != "run" else "an adapter"
             raise UserError(f"{', '.join(inapplicable)} cannot be combined with {other}; leave the former out")
         return _export(source, out, to, base)
     if base is not None:
-        raise UserError(f"{source} is no adapter; leave --base out")
+        raise UserError(f"{source} is no adapter; leave out base={base}")
 
     format_name = _choose_format(source, source_format)
     imported = FORMATS[format_name].read(source)
@@ -136,9 +136,7 @@ def convert(
     run_tokenizer, notes = _choose_tokenizer(imported, source, run_tokenizer, tokenizer)
     if pre_tokenizer is not None:
         if not isinstance(run_tokenizer, WordTokenizer):
-            raise UserError(
-                f"leave out --pre-tokenizer: it is for word tokenizers, and this one is {run_tokenizer.kind}"
-            )
+            raise UserError(f"leave out pre_tokenizer: it is for word tokenizers, and this one is {run_tokenizer.kind}")
         run_tokenizer = replace(run_tokenizer, pre_tokenizer=replace(run_tokenizer.pre_tokenizer, name=pre_tokenizer))
     settings = {"model": imported.model, "train": imported.train, "evaluation": imported.evaluation}
     config = run_settings(settings, str(source))
@@ -171,7 +169,7 @@ def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
         raise UserError(f"no format '{requested}'{nearest(requested, FORMATS)}; known: {', '.join(sorted(FORMATS))}")
     with as_user_error(f"reading {source}"):
         if (source / "config.yaml").exists():
-            raise UserError(f"{source} is a run already; add --to huggingface to write it for other programs")
+            raise UserError(f"{source} is a run already; add to=huggingface to write it for other programs")
         recognized = next((name for name, format in FORMATS.items() if format.recognizes(source)), None)
         expected = "expected " + ", or ".join(format.description for format in FORMATS.values())
         if recognized is None:
@@ -181,7 +179,7 @@ def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
                 raise UserError(f"{source} is one file of a checkpoint; pass its folder, {source.parent}")
     format_name = requested or recognized
     if format_name is None:
-        raise UserError(f"{source} is not recognized; {expected}; --source-format NAME sets the format")
+        raise UserError(f"{source} is not recognized; {expected}; source_format=NAME sets the format")
     return format_name
 
 
@@ -206,12 +204,12 @@ def _choose_tokenizer(
         UserError: there is no tokenizer, or its vocabulary size is not that of the model.
     """
     vocab_size, own = imported.model["vocab_size"], imported.tokenizer
-    origin = f"the tokenizer of {source}" if requested is None else f"--tokenizer {requested}"
+    origin = f"the tokenizer of {source}" if requested is None else f"tokenizer={requested}"
     chosen = tokenizer or own
     if chosen is None:
         raise UserError(
-            f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, byte, or "
-            "integer if its tokens are plain ids (music, numbers)"
+            f"{source} has no tokenizer for its {vocab_size:,} tokens; pass tokenizer=PATH of a run or corpus, "
+            "tokenizer=byte, or tokenizer=integer if its tokens are plain ids (music, numbers)"
         )
     if chosen.vocab_size != vocab_size:
         raise UserError(f"{origin} has {chosen.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")

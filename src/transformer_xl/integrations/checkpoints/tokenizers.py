@@ -84,7 +84,7 @@ def tokenizer_from_object(
             raise UserError(f"{source}: the ids of its {len(ids):,} words are not 0 up to {len(ids) - 1:,}; {_ADVICE}")
         words = sorted(ids, key=ids.__getitem__)
     if not isinstance(words, (list, tuple)) or not words:
-        raise UserError(f"{source} holds no words (idx2sym or sym2idx); give --tokenizer RUN, or the right file")
+        raise UserError(f"{source} holds no words (idx2sym or sym2idx); give tokenizer=RUN, or the right file")
     if len(words) > _MAX_WORDS:
         raise UserError(f"{source} has {len(words):,} words; a model with {_MAX_WORDS:,} at most can be converted")
     characters = [" " if word == "_" else word for word in words]
@@ -188,7 +188,7 @@ def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | Non
     if requested is None and not are_of_enwik8:
         note = (
             f"its {len(words)} words are numbers and stay words; if they are bytes, as in the authors' enwik8, convert "
-            "it with --tokenizer byte"
+            "it with tokenizer=byte"
         )
         return replace(imported, notes=(*imported.notes, note))
     new_rows = torch.tensor(values)
