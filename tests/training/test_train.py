@@ -314,7 +314,10 @@ def test_warm_up_longer_than_the_training_is_said(
 ) -> None:
     rates = {"max_steps": 2, "learning_rate": 0.01}
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN | rates | {"warmup_steps": 4}, device="cpu")
-    assert "ends after the training of 2, which reaches 0.005 of the learning rate 0.01; lower train.warmup_steps" in capsys.readouterr().err
+    assert (
+        "ends after the training of 2, which reaches 0.005 of the learning rate 0.01; lower train.warmup_steps"
+        in capsys.readouterr().err
+    )
     train_run(None, corpus, tmp_path / "even", model=MODEL, train=TRAIN | rates | {"warmup_steps": 2}, device="cpu")
     assert "warm-up" not in capsys.readouterr().err
 

@@ -49,6 +49,8 @@ def test_a_file_grows_is_rotated_and_truncated(log: Path) -> None:
     assert all_of(source) == b"\n"
     append(log, b"after\n")
     assert all_of(source) == b"after\n"
+    log.write_bytes(b"truncated, and longer again before the next look\n")
+    assert all_of(source) == b"truncated, and longer again before the next look\n"
     log.unlink()
     assert all_of(source) == b""
     log.write_bytes(b"again\n")
@@ -56,34 +58,63 @@ def test_a_file_grows_is_rotated_and_truncated(log: Path) -> None:
     source.close()
 
 
-def test_a_file_is_continued_at_its_position(log: Path) -> None:
-    """Unless it was replaced or truncated meanwhile: then it is read from its beginning."""
+def position(log: Path) -> dict[str, object]:
+    source = FollowedFile(log)
+    all_of(source)
+    found = source.position()
+    source.close()
+    return found
 
-    def position() -> dict[str, object]:
-        source = FollowedFile(log)
-        all_of(source)
-        found = source.position()
-        source.close()
-        return found
 
-    def continued(at: dict[str, object]) -> bytes:
-        source = FollowedFile(log)
-        source.begin_at(at)
-        text = all_of(source)
-        source.close()
-        return text
+def continued(log: Path, at: dict[str, object]) -> bytes:
+    source = FollowedFile(log)
+    source.begin_at(at)
+    text = all_of(source)
+    source.close()
+    return text
 
-    first = position()
+
+def test_a_file_is_continued_at_its_position(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless it was replaced or truncated meanwhile: then it is read from its beginning, which is said."""
+    first = position(log)
     append(log, b"o\n")
-    assert continued(first) == b"o\n"
-    assert continued({**first, "offset": -5}) == b"\none\ntwo\n"
-    second = position()
+    assert continued(log, first) == b"o\n"
+    assert continued(log, {name: first[name] for name in first if name != "tail_sha256"}) == b"o\n"  # of 0.1
+    assert not capsys.readouterr().err
+    assert continued(log, {**first, "offset": -5}) == b"\none\ntwo\n"
+    second = position(log)
     os.truncate(log, 4)
-    assert continued(second) == b"one\n"
-    third = position()
-    log.rename(log.with_suffix(".1"))
-    log.write_bytes(b"another\n")
-    assert continued(third) == b"another\n"
+    assert continued(log, second) == b"one\n"
+    assert "what was written to it after the last stop is lost" in capsys.readouterr().err
+    log.write_bytes(b"longer than before\n")  # the same inode
+    assert continued(log, second) == b"longer than before\n"
+    assert "is lost" in capsys.readouterr().err
+    third = position(log)
+    log.unlink()
+    log.write_bytes(b"another, and longer\n")
+    assert continued(log, third) == b"another, and longer\n"
+
+
+@pytest.mark.parametrize("is_copied", [False, True])  # as logrotate does with copytruncate
+def test_what_a_rotated_file_got_after_the_stop_is_read(
+    log: Path, capsys: pytest.CaptureFixture[str], is_copied: bool
+) -> None:
+    stopped = position(log)
+    append(log, b"o\nthree\n")
+    older, newer = log.with_name("log.2"), log.with_name("log.1")
+    if is_copied:
+        newer.write_bytes(log.read_bytes())
+        log.write_bytes(b"four is longer than what was there\n")
+    else:
+        log.rename(newer)
+        log.write_bytes(b"four is longer than what was there\n")
+    log.with_name("log.err").write_bytes(b"of another program\n")
+    assert continued(log, stopped) == b"o\nthree\nfour is longer than what was there\n"
+    assert not capsys.readouterr().err
+    newer.rename(older)
+    newer.write_bytes(b"between them\n")
+    assert continued(log, stopped) == b"o\nthree\nfour is longer than what was there\n"
+    assert f"note: {newer}: not read, though written after {older}" in capsys.readouterr().err
 
 
 def test_a_file_from_its_end(log: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import queue
+import re
 import select
 import socket
 import stat
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, check_is_new
+from transformer_xl.progress import note
 
 BLOCK_BYTES = 2**13  # read at once; a signal is noticed between two blocks
+_TAIL_BYTES = 2**12
 _POLL_SECONDS = 0.1  # between two looks at a file that has not grown
 _MAX_WRITERS = 64  # connections to a socket
 _MAX_LINE_BYTES = 2**16  # of a line from a writer
@@ -73,9 +77,8 @@ class FollowedFile(LiveText):
     """A file that grows, without an end, as `tail -F` shows it.
 
     If the path names another file (rotation), the rest of the old one is read and then the new one. If the file becomes
-    shorter (truncation), it is read from its beginning. A line that is cut off by either ends there. While there is no
-    file at the path, it is waited for. A file that is truncated and grows beyond the old position between two looks
-    cannot be told from one that has only grown.
+    shorter, or its last bytes that were read have changed (truncation), it is read from its beginning. A line that is
+    cut off by either ends there. While there is no file at the path, it is waited for.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -89,11 +92,12 @@ class FollowedFile(LiveText):
             UserError: the file cannot be read, or is no regular file.
         """
         self.name, self._path = str(path), path
-        self._position, self._ends_in_line = 0, False
+        self._position, self._tail, self._ends_in_line = 0, b"", False  # the tail is what is in front of the position
         with as_user_error(f"reading {path}"):
-            self._descriptor = self._open()
+            self._descriptor = self._open(path)
             if from_end:
                 self._position = os.lseek(self._descriptor, 0, os.SEEK_END)
+                self._tail = _before(self._descriptor, self._position)
 
     @override
     def read(self, seconds: float) -> bytes | None:
@@ -110,47 +114,67 @@ class FollowedFile(LiveText):
 
     @override
     def position(self) -> dict[str, Any]:
-        """Return which file is open, and how much of it is read."""
+        """Return which file is open, how much of it is read, and a checksum of the last bytes of that."""
         status = os.fstat(self._descriptor)
-        names = {"device": status.st_dev, "inode": status.st_ino}
+        names = {"device": status.st_dev, "inode": status.st_ino, "tail_sha256": sha256(self._tail).hexdigest()}
         return {**names, "offset": self._position, "ends_in_line": self._ends_in_line}
 
     @override
     def begin_at(self, position: Mapping[str, Any]) -> None:
-        """Continue at a position, if the path still names that file, and it is as long; else at its beginning."""
-        status, offset = os.fstat(self._descriptor), position.get("offset")
-        is_same = (position.get("device"), position.get("inode")) == (status.st_dev, status.st_ino)
+        """Continue at a position, in the file that has the bytes in front of it, which may have got another name.
+
+        That is the file at the path, or one beside it whose name begins with the same name (`log.1` for `log`). What is
+        not found, or cannot be read, is said; the file at the path is read from its beginning then.
+        """
+        offset, identity = position.get("offset"), (position.get("device"), position.get("inode"))
+        name = re.compile(re.escape(self._path.name) + r"[._-]\d")
         self._ends_in_line = position.get("ends_in_line") is True
-        if is_same and type(offset) is int and 0 <= offset <= status.st_size:
-            self._position = offset
-        else:
-            self._position = sys.maxsize  # beyond the end, as after a truncation
+        with as_user_error(f"reading {self._path}"):
+            rotated = [path for path in self._path.parent.iterdir() if name.match(path.name) and path.is_file()]
+            rotated.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+            paths = sorted([self._path, *rotated], key=lambda path: _identity(path.stat()) != identity)
+            for path in paths if type(offset) is int and offset >= 0 else ():
+                descriptor = self._open(path)
+                status, tail = os.fstat(descriptor), _before(descriptor, offset)
+                known = position.get("tail_sha256")  # None in states of 0.1
+                is_it = sha256(tail).hexdigest() == known if known else _identity(status) == identity
+                if not is_it or status.st_size < offset:
+                    os.close(descriptor)
+                    continue
+                os.close(self._descriptor)
+                self._descriptor, self._position, self._tail = descriptor, offset, tail
+                if unread := rotated[: rotated.index(path)] if path in rotated else []:
+                    names = ", ".join(map(str, unread))
+                    note(f"{names}: not read, though written after {path}, in which this text goes on")
+                return
+        note(f"{self._path} was replaced or truncated; what was written to it after the last stop is lost")
+        self._position = sys.maxsize  # beyond the end, as after a truncation
 
     @override
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
 
-    def _open(self) -> int:
+    @staticmethod
+    def _open(path: Path) -> int:
         # without O_NONBLOCK, opening a named pipe would wait for a writer
-        descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UserError(
-                f"{self._path} is not a regular file; give its text on standard input: txl watch RUN < FILE"
-            )
+            raise UserError(f"{path} is not a regular file; give its text on standard input: txl watch RUN < FILE")
         return descriptor
 
     def _read_or_restart(self) -> bytes:
-        if os.fstat(self._descriptor).st_size < self._position:
+        is_shorter = os.fstat(self._descriptor).st_size < self._position
+        if is_shorter or _before(self._descriptor, self._position) != self._tail:
             return self._restart(self._descriptor)
         if block := self._read_on():
             return block
         try:
             status, current = os.stat(self._path), os.fstat(self._descriptor)
-            if (status.st_dev, status.st_ino) == (current.st_dev, current.st_ino):
+            if _identity(status) == _identity(current):
                 return b""
-            opened = self._open()
+            opened = self._open(self._path)
         except FileNotFoundError:  # between the renaming of the old file and the creation of the new one
             return b""
         # what was written to the old file after it was read, and before it was renamed
@@ -163,14 +187,25 @@ class FollowedFile(LiveText):
     def _read_on(self) -> bytes:
         if block := os.pread(self._descriptor, BLOCK_BYTES, self._position):
             self._position += len(block)
+            self._tail = (self._tail + block)[-_TAIL_BYTES:]
             self._ends_in_line = not block.endswith(b"\n")
         return block
 
     def _restart(self, descriptor: int) -> bytes:
         """Continue at the beginning of a file, and return the end of the line that was cut off."""
-        self._descriptor, self._position = descriptor, 0
+        self._descriptor, self._position, self._tail = descriptor, 0, b""
         cut, self._ends_in_line = self._ends_in_line, False
         return b"\n" if cut else b""
+
+
+def _before(descriptor: int, position: int) -> bytes:
+    """Return the last bytes in front of a position, by which a file is recognized."""
+    start = max(0, position - _TAIL_BYTES)
+    return os.pread(descriptor, position - start, start)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 class SocketText(LiveText):
