@@ -50,7 +50,7 @@ def text_of(name: str) -> str:
 
 @each_tokenizer
 def test_ids_and_texts_are_ours(name: str, tmp_path: Path) -> None:
-    """Also after saving and opening, for every text; what is spelled like a special token is text."""
+    """Also after saving and opening; what is spelled like the padding token is text."""
     own = TOKENIZERS[name]
     TransformerXLTokenizer(tokenizer=own).save_pretrained(tmp_path)
     make_run(tmp_path / "run", tokenizer=own)
@@ -71,6 +71,23 @@ def test_ids_and_texts_are_ours(name: str, tmp_path: Path) -> None:
         assert named == (own.bos_token_id, own.eos_token_id, own.unk_token_id)
         assert tokenizer.chat_template is None
         assert tokenizer.convert_ids_to_tokens(list(range(own.vocab_size))) == list(tokenizer.get_vocab())[:-1]
+
+
+@each_tokenizer
+def test_the_first_token_written_before_a_text_is_that_token(name: str) -> None:
+    """As minicons does with bos_token=True; it was read as text, and shifted the surprisal of every word."""
+    own = TOKENIZERS[name]
+    tokenizer, text = TransformerXLTokenizer(tokenizer=own), text_of(name).strip()
+    expected = [own.bos_token_id, *own.encode(text).tolist()]
+    assert tokenizer(tokenizer.bos_token + text)["input_ids"] == expected
+    assert tokenizer.convert_tokens_to_ids(tokenizer.bos_token) == own.bos_token_id
+    if "integer" not in name and name != "char without bytes":  # which lack the characters
+        split = tokenizer.tokenize(tokenizer.bos_token, split_special_tokens=True)
+        assert tokenizer.convert_tokens_to_ids(split) == own.encode(tokenizer.bos_token).tolist()
+    if "punctuation" not in name and "moses" not in name:
+        places = tokenizer(f"{tokenizer.bos_token}{text}", return_offsets_mapping=True)["offset_mapping"]
+        shift, alone = len(tokenizer.bos_token), tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        assert places == [(0, shift), *((start + shift, stop + shift) for start, stop in alone)]
 
 
 @each_tokenizer

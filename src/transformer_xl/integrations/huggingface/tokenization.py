@@ -30,9 +30,11 @@ _CHARACTER_OF_BYTE = {byte: character for character, byte in byte_of_character()
 class TransformerXLTokenizer(PreTrainedTokenizer):
     """Any of our tokenizers.
 
-    The ids are those of our tokenizer, for every text: nothing in a text is taken for a special token. Padding has the
-    first id after the vocabulary. The end-of-sequence token of words and integers is the end of a line, so decoding
-    keeps it, also with skip_special_tokens.
+    The ids are those of our tokenizer, but where a text has the name of the beginning-of-sequence token, as programs do
+    that put `bos_token` before it: there, it is that token, unless split_special_tokens is set. The name is `<|bos|>`
+    where the vocabulary has no token of its own for it. Padding has the first id after the vocabulary. The
+    end-of-sequence token of words and integers is the end of a line, so decoding keeps it, also with
+    skip_special_tokens.
     """
 
     vocab_files_names: dict[str, str] = {"vocab_file": TOKENIZER_FILE}  # noqa: RUF012 (as in the base class)
@@ -74,15 +76,17 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
             name = token if token not in self._ids else f"{token}#{token_id}"  # a BPE vocabulary may spell one twice
             self._tokens.append(name)
             self._ids[name] = token_id
-        pad_token = "<pad>"
+        pad_token, bos_token = "<pad>", "<|bos|>"
         while pad_token in self._ids:
             pad_token = f"<{pad_token}>"
-        named = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
-        named["unk_token"] = tokenizer.unk_token_id
+        while bos_token in self._ids:
+            bos_token = f"<{bos_token}>"
+        named = {"eos_token": tokenizer.eos_token_id, "unk_token": tokenizer.unk_token_id}
         special = {name: self._tokens[token_id] for name, token_id in named.items() if token_id is not None}
+        special["bos_token"] = special.get("eos_token", bos_token)
         self._is_made = False
         # settings of this vocabulary, which a tokenizer_config.json may repeat
-        kwargs = {name: value for name, value in kwargs.items() if name != "added_tokens_decoder"}
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("added_tokens_decoder", *special)}
         kwargs = {"clean_up_tokenization_spaces": False, "pad_token": pad_token, **special, **kwargs}
         super().__init__(add_bos_token=add_bos_token, **kwargs)
         self.special_tokens_pattern = "bos" if add_bos_token else "none"
@@ -108,15 +112,25 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         """
         if self._is_made and any(str(token) not in self.get_vocab() for token in new_tokens or ()):
             raise UserError("the vocabulary is fixed, because the model's is; leave added tokens out")
-        return super()._add_tokens(new_tokens, special_tokens)
+        # a second name of a token of the vocabulary is no token
+        return super()._add_tokens([token for token in new_tokens if str(token) != self.bos_token], special_tokens)
 
     @override
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
         """Return the tokens of a text as they are written in the vocabulary."""
-        return [self._tokens[token_id] for token_id in self.tokenizer.encode(text).tolist()]
+        if kwargs.get("split_special_tokens", self.split_special_tokens):
+            ids = self.tokenizer.encode(text).tolist()
+        else:
+            ids = [token_id for _, part in _parts(text, self.bos_token) for token_id in self._part_ids(part)]
+        return [self._tokens[token_id] for token_id in ids]
+
+    def _part_ids(self, part: str) -> list[int]:
+        return [self.tokenizer.bos_token_id] if part == self.bos_token else self.tokenizer.encode(part).tolist()
 
     @override
     def _convert_token_to_id(self, token: str) -> int | None:
+        if token == self.bos_token:
+            return self.tokenizer.bos_token_id
         return self._ids.get(token, self.tokenizer.unk_token_id)
 
     @override
@@ -172,7 +186,11 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         first = [(0, 0)] if self.add_bos_token and kwargs.get("add_special_tokens", True) else []
         offsets: list[list[tuple[int, int]]] = []
         for one, row in zip(texts, rows, strict=True):
-            places = [*first, *token_offsets(self.tokenizer, one)]
+            places = list(first)
+            for start, part in _parts(one, self.bos_token):
+                is_bos = part == self.bos_token
+                offsets_of_part = [(0, len(part))] if is_bos else token_offsets(self.tokenizer, part)
+                places += [(start + begin, start + end) for begin, end in offsets_of_part]
             count = min(len(row), len(places))
             kept = places[:count] if self.truncation_side == "right" else places[len(places) - count :]
             padding = [(0, 0)] * (len(row) - count)
@@ -237,6 +255,13 @@ def _token_names(tokenizer: Tokenizer) -> Iterator[str]:
         assert isinstance(tokenizer, ByteLevelTokenizer)
         for content in tokenizer.token_bytes:
             yield "".join(_CHARACTER_OF_BYTE[byte] for byte in content)
+
+
+def _parts(text: str, bos_token: str) -> list[tuple[int, str]]:
+    """Return the parts of a text between the names of a token, and these names, each with its place."""
+    ends = [match.span() for match in re.finditer(re.escape(bos_token), text)]
+    places = [0, *(index for span in ends for index in span), len(text)]
+    return [(start, text[start:stop]) for start, stop in pairwise(places) if start < stop]
 
 
 def token_offsets(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
