@@ -84,11 +84,15 @@ def test_rolling_equals_evaluation_with_memory_reset(run_path: Path, tmp_path: P
     assert -sum(results) / tokens == pytest.approx(expected["nats_per_token"], abs=1e-6)
 
 
-def test_rolling_adds_the_last_line_end_of_a_word_tokenizer(tmp_path: Path) -> None:
+def test_words_are_scored_as_they_are_written(tmp_path: Path) -> None:
+    """No line end is added to a text, and a context of whitespace, which has no word, is an empty one."""
     tokenizer = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
     run = make_run(tmp_path / "run", tokenizer=tokenizer)
-    (result,) = ask(TxlLM(run), "loglikelihood_rolling", ("an b\nb",))
-    assert result == pytest.approx(-score(run, "an b\nb\n")[0].sums.nats, abs=1e-5)
+    first, *_ = losses = score(run, "an b\nb\n")[0].nats_K
+    for windows in ("memory", "harness"):
+        lm = TxlLM(run, windows=windows)
+        assert ask(lm, "loglikelihood_rolling", ("an b\nb",)) == [pytest.approx(-sum(losses[:-1]), abs=1e-5)]
+        assert ask(lm, "loglikelihood", ("  ", "an"))[0][0] == pytest.approx(-first, abs=1e-5)
 
 
 @pytest.mark.filterwarnings("default")  # of transformers
@@ -117,7 +121,15 @@ def test_generation_stops_at_strings_and_does_not_depend_on_the_batch(run_path: 
     until = {"until": [first[-1], ""], "max_tokens": 9, "do_sample": False}
     (stopped,) = ask(TxlLM(run), "generate_until", (contexts[texts.index(first)], until))
     assert stopped == first[: first.index(first[-1])]
-    sampling = [(context, {"do_sample": True, "temperature": 0.8, "max_gen_toks": 9}) for context in contexts]
+    settings = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    sampling = [(context, {**settings, "max_gen_toks": 9}) for context in contexts]
     sampled = [ask(TxlLM(run, batch_size=size), "generate_until", *sampling) for size in (2, 3, "auto")]
     assert sampled[0] == sampled[1] == sampled[2]
     assert sampled[0] != texts

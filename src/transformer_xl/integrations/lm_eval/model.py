@@ -160,7 +160,8 @@ class TxlLM(TemplateLM):
             )
         if self.windows == "harness":
             context_ids = context_ids[-max(1, self.max_length + 1 - len(ids)) :]
-        return Continuation(tuple(context_ids), tuple(ids))
+        # whitespace has no token of its own with words
+        return Continuation(tuple(context_ids) or (self.prefix_token_id,), tuple(ids))
 
     @override
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -172,13 +173,16 @@ class TxlLM(TemplateLM):
         return results
 
     def _in_full(self, texts: list[str], disable_tqdm: bool) -> list[float]:
-        """Return the log-probability of each text, read with memory throughout; of an empty one it is 0."""
+        """Return the log-probability of each text, read with memory throughout; of an empty one it is 0.
+
+        The end of a last line without a newline, which `score` adds for words, is not of the text.
+        """
         named = {f"text {number}": text for number, text in enumerate(texts, start=1) if text}
         if not named:
             return [0.0] * len(texts)
         with tqdm(desc="Running loglikelihood_rolling requests", unit=" tokens", disable=disable_tqdm) as bar:
             scores = iter(score(self.run, named, self.config, progress=bar.update))
-        return [-next(scores).sums.nats if text else 0.0 for text in texts]
+        return [-float(next(scores).nats_K[: len(self.tok_encode(text))].sum()) if text else 0.0 for text in texts]
 
     def _in_windows(self, texts: list[str]) -> list[float]:
         """Return the log-probability of each text, read in windows as lm_eval's model `hf` does."""
@@ -242,7 +246,7 @@ class TxlLM(TemplateLM):
                 f"no generation setting {unknown[0]!r}{nearest(unknown[0], _SAMPLING)}; the settings are until, "
                 f"max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
             )
-        settings = {"top_k": None, **kwargs} if is_sampled else {"greedy": True}
+        settings = {**kwargs, "top_k": kwargs.get("top_k") or None} if is_sampled else {"greedy": True}
         if self.windows == "harness":
             settings["max_prompt_tokens"] = max(1, self.max_length - max_new_tokens)
         return {
