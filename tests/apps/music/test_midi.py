@@ -64,6 +64,34 @@ def test_notes_and_tokens_survive_a_round_trip(codec: MidiCodec, tmp_path: Path,
     assert codec.encode_file(path) == ids
 
 
+@pytest.mark.parametrize("signature", [(5, 8), (7, 8), (9, 8), (13, 16), (2, 2), (3, 2), (7, 4), (12, 8), (4, 4)])
+def test_bars_have_the_length_of_their_time_signature(codec: MidiCodec, path: Path, signature: tuple[int, int]) -> None:
+    """MidiTok's defaults take 5/8 and others for 4/4, in silence."""
+    path.write_bytes(bars_in(*signature))
+    names = json.loads(codec.tokenizer.midi)["tokens"]
+    ids = codec.encode_file(path)
+    of_bar = ["Bar_None", f"TimeSig_{signature[0]}/{signature[1]}", "Position_0"]
+    assert [names[index] for index in ids if names[index].startswith(("Bar", "TimeSig", "Position"))] == of_bar * 3
+    (written,) = symusic.Score.from_midi(codec.decode(ids)[0]).time_signatures
+    assert (written.numerator, written.denominator) == signature
+
+
+def test_a_time_signature_without_a_token_is_refused(codec: MidiCodec, path: Path) -> None:
+    path.write_bytes(bars_in(17, 16))
+    with pytest.raises(MidiError, match="has the time signature 17/16, for which there is no token"):
+        codec.encode_file(path)
+
+
+def bars_in(beats: int, unit: int) -> bytes:
+    """Return a MIDI file with a note at the beginning of each of three bars."""
+    score, track = symusic.Score(TICKS), symusic.Track(program=0)
+    score.time_signatures.append(symusic.TimeSignature(0, beats, unit))
+    for bar in range(3):
+        track.notes.append(symusic.Note(bar * beats * 4 * TICKS // unit, TICKS // 4, 60 + bar, 80))
+    score.tracks.append(track)
+    return score.dumps_midi()
+
+
 def test_the_saved_vocabulary_decides_what_the_tokens_mean(codec: MidiCodec, path: Path) -> None:
     ids = codec.encode_file(path)
     save_tokenizer(codec.tokenizer, path.parent / "txl_tokenizer.json")

@@ -13,7 +13,7 @@ from forced_tokens import ForcedTokens
 from melodies import MELODIES, melody, notes_of
 from refusals import Capture, assert_refused, do, txl
 
-from transformer_xl import Run, UserError, generate, generate_midi, load
+from transformer_xl import Corpus, Run, UserError, generate, generate_midi, load
 from transformer_xl.apps.music.midi import midi_codec
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
@@ -87,6 +87,19 @@ def test_the_command_continues_a_piece(folder: Path, run: Run, tmp_path: Path) -
     assert (tmp_path / "a.mid").read_bytes() == (tmp_path / "b.mid").read_bytes()
     printed = txl(*words, "--out", tmp_path / "c.mid").out
     assert printed == f"{tmp_path}/c.mid: {result.object['num_notes']} notes; 31 new tokens\n"
+
+
+def test_a_few_pieces_are_split_and_a_damaged_one_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """Where they are named one by one, as by the shell's *.mid; a piece is one line, which cannot be cut."""
+    pieces = [*(folder / "pieces").glob("*.mid"), folder / "damaged.mid"]
+    result = txl("prepare", *pieces, "--tokenizer", "midi", "--out", tmp_path / "new")
+    assert result.status == 0, result.err
+    assert "left out 1 of 7 files: none is MIDI" in result.err
+    splits = Corpus.open(tmp_path / "new").record.splits
+    assert [splits[name].num_documents for name in ("train", "valid", "test")] == [4, 1, 1]
+    with_nothing = txl("prepare", folder / "damaged.mid", folder / "text.txt", "--tokenizer=midi", "--out", "none")
+    assert with_nothing.status == 2
+    assert "none of the files is MIDI" in with_nothing.err
 
 
 def test_another_corpus_is_made_with_the_tokens_of_a_run(folder: Path, run: Run, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from transformer_xl.apps.music.midi import MidiLimits
 
+_MAX_BEATS = {2: 4, 4: 12, 8: 16, 16: 16}  # of a bar, by their unit; MidiTok's default lacks 2/2, 5/8, 13/16
+
 
 def main() -> None:
     """Answer requests until standard input ends."""
@@ -91,6 +93,10 @@ class _Music:
         num_quarters = score.end() // score.ticks_per_quarter
         if not 0 <= num_quarters <= limits.max_quarters:  # below 0 where the parser's integers overflow
             raise _Refused(f"is longer than the {limits.max_quarters:,} quarter notes that are read")
+        known = self._tokenizer.time_signatures  # MidiTok would take another one for 4/4, and move the bars
+        signatures = [(one.numerator, one.denominator) for one in score.time_signatures]
+        if unknown := [f"{num}/{denominator}" for num, denominator in signatures if (num, denominator) not in known]:
+            raise _Refused(f"has the time signature {unknown[0]}, for which there is no token")
         return {"ids": [self._ids[token] for token in self._tokenizer.encode(score).ids]}
 
     def decode(self, ids: list[int]) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def _remi(settings: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
             one_token_stream_for_programs=True,
             use_tempos=True,
             use_time_signatures=True,
+            time_signature_range={unit: list(range(1, most + 1)) for unit, most in _MAX_BEATS.items()},
         )
         tokenizer = REMI(config)
         tokenizer.save(path)

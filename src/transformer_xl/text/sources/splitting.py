@@ -92,13 +92,32 @@ def split_at_random(
     parts = [_Part(index, 0, text.size()) for index, text in enumerate(texts)]
     drawn = _draw(parts, [hash_fraction(str(seed), name) for name in names], targets)
     left_out = sum(part.size for part in parts if part.size > _MAX_PART * max(targets.values()))
+    splits = _ranges(texts, parts, drawn, whole_lines=whole_lines)
     if left_out > _MAX_LEFT_OUT * size or not all(_is_fair(drawn[split], target) for split, target in targets.items()):
         length = _block_length(texts, min(*targets.values(), size - sum(targets.values())))
-        unit = f"blocks of about {round(length):,} {'integers' if isinstance(texts[0], ArrayRange) else 'bytes'}"
-        parts = [part for index, text in enumerate(texts) for part in _blocks(index, text.size(), length)]
-        drawn = _draw(parts, [hash_fraction(str(seed), names[part.text], str(part.start)) for part in parts], targets)
+        blocks = [part for index, text in enumerate(texts) for part in _blocks(index, text.size(), length)]
+        keys = [hash_fraction(str(seed), names[part.text], str(part.start)) for part in blocks]
+        drawn_blocks = _draw(blocks, keys, targets)
+        of_blocks = _ranges(texts, blocks, drawn_blocks, whole_lines=whole_lines)
+        # texts of one line each cannot be cut, and blocks of them may all move to their ends
+        if all(of_blocks.values()) or not all(splits.values()):
+            parts, drawn, splits = blocks, drawn_blocks, of_blocks
+            unit = f"blocks of about {round(length):,} {'integers' if isinstance(texts[0], ArrayRange) else 'bytes'}"
+    counts = {"train": len(parts) - sum(map(len, drawn.values())), **{split: len(drawn[split]) for split in targets}}
+    numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
+    return splits, f"{unit} drawn at random with seed {seed}: {numbers}"
+
+
+def _ranges(
+    texts: Sequence[TextRange],
+    parts: Sequence[_Part],
+    drawn: Mapping[SplitName, Sequence[_Part]],
+    *,
+    whole_lines: bool,
+) -> dict[SplitName, list[TextRange]]:
+    """Return the ranges of each split, in the order of the texts; parts that nothing has drawn are for training."""
     split_of = {part: split for split, of_split in drawn.items() for part in of_split}
-    splits: dict[SplitName, list[TextRange]] = {split: [] for split in ("train", *targets)}
+    splits: dict[SplitName, list[TextRange]] = {split: [] for split in ("train", *drawn)}
     for index, of_text in groupby(parts, key=lambda part: part.text):
         runs = [(split, list(run)) for split, run in groupby(of_text, key=lambda part: split_of.get(part, "train"))]
         starts = [0]
@@ -108,9 +127,7 @@ def split_at_random(
         for (split, _), start, stop in zip(runs, starts, [*starts[1:], texts[index].size()], strict=True):
             if start < stop:
                 splits[split].append(replace(texts[index], start=start, stop=stop))
-    counts = {"train": len(parts) - len(split_of), **{split: len(of_split) for split, of_split in drawn.items()}}
-    numbers = ", ".join(f"{count:,} {split}" for split, count in counts.items())
-    return splits, f"{unit} drawn at random with seed {seed}: {numbers}"
+    return splits
 
 
 def _draw(

@@ -191,11 +191,14 @@ def texts_of_paths(
             try:
                 texts.append(_text_of_file(file, selection, advance))
             except NotTextError as error:
-                if Path(path).is_file():
+                # a shell writes out patterns, so some of many files may be of another kind where the kind is given
+                if Path(path).is_file() and (selection.codec is None or len(paths) == 1):
                     raise UserError(f"{option}{error}") from None
                 skipped.append(f"{file} ({error.reason})")
-        if len(texts) == num_before:
+        if len(texts) == num_before and not Path(path).is_file():
             raise UserError(f"{option}no file of {path} {_not_read(skipped, selection)}")
+    if not texts:
+        raise UserError(f"{option}none of the files {_not_read(skipped, selection)}")
     if not skipped:
         return texts, ()
     num_files = sum(map(len, found))
