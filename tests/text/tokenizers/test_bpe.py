@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,42 @@ def test_decoding_restores_every_text(text: str) -> None:
     ids = BPE.encode(text)
     assert BPE.decode(ids) == text
     assert ids.tolist() == [token for line in lines_of(text) for token in BPE.encode(line).tolist()]
+
+
+def test_a_run_without_whitespace_is_cut_in_training_alone() -> None:
+    """Training takes the square of the longest word's length: hours for a genome, or for a line of base64."""
+    tokenizer = train_bpe([["a" * 5000]], 280)
+    assert max(map(len, tokenizer.token_bytes)) == 256
+    assert len(tokenizer.encode("a" * 5000)) == 20  # 19 of 256 bytes, and the rest
+    assert tokenizer.to_json()["tokenizer"]["pre_tokenizer"]["type"] == "ByteLevel"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_training_ends_at_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """The library itself notices none until it has finished."""
+    (tmp_path / "genome.txt").write_text("".join(random.Random(1).choices("ACGT\n", k=2_000_000)))
+    words = ["prepare", "genome.txt", "--tokenizer", "bpe", "--vocab-size", "500000", "--out", "corpus"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transformer_xl", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        while not (trainers := [int(child) for child in children.read_text().split()]):
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1)
+        process.send_signal(number)
+        process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert not any(Path(f"/proc/{child}").exists() for child in trainers)
+    assert [path.name for path in tmp_path.iterdir()] == ["genome.txt"]
 
 
 def test_frequent_words_become_single_tokens() -> None:

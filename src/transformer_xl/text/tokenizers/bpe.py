@@ -12,7 +12,12 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable, Mapping
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk, decode_utf8, token_dtype
 from transformer_xl.text.tokenizers.chunking import last_match_in_line
 
 if TYPE_CHECKING:
     import tokenizers
 
+_MAX_TRAINED_BYTES = 256  # of a word; longer ones are cut where tokens are chosen
 _BATCH_LINES = 512  # encoded at once; each token takes about 150 bytes of memory during encoding
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
 """Types of pre-tokenizers of the library that can keep every character."""
@@ -158,13 +165,57 @@ def train_bpe(lines: Iterable[list[str]], vocab_size: int) -> BPETokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    # the time of a merge grows with the longest word, so that of training with its square
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(_MAX_TRAINED_BYTES)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.pre_tokenizer = byte_level
     return BPETokenizer.from_json({"tokenizer": json.loads(tokenizer.to_str())})
+
+
+def train_bpe_apart(
+    lines: Iterable[list[str]], vocab_size: int, waiting: Callable[[], object] = lambda: None
+) -> BPETokenizer:
+    """Do the same as `train_bpe` in another process: the library notices no signal until it has finished.
+
+    Args:
+        lines: as there.
+        vocab_size: as there.
+        waiting: called a few times in a second once the text is read.
+
+    Raises:
+        UserError: the process was killed.
+    """
+    code = f"from {__name__} import answer_parent; answer_parent({vocab_size})"
+    command = [sys.executable, "-P", "-c", code]
+    own_group = {"start_new_session": True}  # Ctrl-C is for this process, which ends the other one
+    with (
+        tempfile.TemporaryFile() as answer,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=answer, **own_group) as process,
+    ):
+        assert process.stdin is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin:
+                for batch in lines:
+                    process.stdin.write(json.dumps(batch).encode() + b"\n")
+            while process.poll() is None:
+                waiting()
+                time.sleep(0.1)
+        finally:
+            process.kill()
+        if process.returncode:
+            raise UserError("the process that trains the tokenizer was killed, perhaps because memory ran out")
+        answer.seek(0)
+        return BPETokenizer.from_json(json.load(answer))
+
+
+def answer_parent(vocab_size: int) -> None:
+    """Train from the lines on standard input, and write the tokenizer to standard output."""
+    json.dump(train_bpe(map(json.loads, sys.stdin.buffer), vocab_size).to_json(), sys.stdout)
 
 
 def lines_of(text: str) -> list[str]:

@@ -20,9 +20,9 @@ import numpy as np
 from transformer_xl.config import UserError
 from transformer_xl.text.documents import Document, TextChunk, text_chunks
 from transformer_xl.text.parallel import ordered_map
-from transformer_xl.text.sources.archives import read_text_file
+from transformer_xl.text.sources.archives import Progress, no_progress, read_text_file
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
-from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
+from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe, train_bpe_apart
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer, code_points
 from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, parse_integers
@@ -35,7 +35,9 @@ Result = TypeVar("Result")
 DEFAULT_BPE_VOCAB_SIZE = 8192
 
 
-def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, num_workers: int = 1) -> Tokenizer:
+def train_tokenizer(
+    config: TokenizerConfig, documents: Iterable[Document], *, num_workers: int = 1, progress: Progress = no_progress
+) -> Tokenizer:
     """Train the tokenizer that `config` describes.
 
     Args:
@@ -43,6 +45,7 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
         documents: the training text; not read if nothing is trained (byte, word with vocab_file, integer with
             vocab_size).
         num_workers: number of processes, which does not affect the tokenizer.
+        progress: called with a stage, the amount done and the total.
 
     Raises:
         UserError: the text is invalid for this kind (the message contains the position) or contains nothing to train
@@ -60,7 +63,8 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
         case "bpe":
             # The library `tokenizers` counts in several threads, so one process is enough.
             texts = _map_chunks(decode_utf8, documents, train_bpe([], vocab_size=256), num_workers=1)
-            return train_bpe(map(lines_of, texts), config.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
+            size = config.vocab_size or DEFAULT_BPE_VOCAB_SIZE
+            return train_bpe_apart(map(lines_of, texts), size, lambda: progress("merge bytes to tokens", 0, size))
         case "integer" if config.vocab_size:
             return IntegerTokenizer(config.vocab_size - config.add_eos, config.add_eos)
         case "integer":
