@@ -299,10 +299,7 @@ def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None
         ({"model": [1]}, "model .*give a dict"),
         ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
         ({"model": {"architecture": "lstm"}}, "model.architecture cannot change in fine-tuning"),
-        (
-            {"model": {"n_layers": 3}},
-            r"model.n_layers cannot change .*; leave it out. Only .* dropout",
-        ),
+        ({"model": {"n_layers": 3}}, r"model.n_layers cannot change .*; leave it out. Only .* dropout"),
         ({"model": {"norm_first": True, "final_norm": False}}, "model.norm_first cannot change"),  # equal shapes
         ({"train": {"batch_size": 99}}, "too short|tokens"),
         ({"checkpoint": "newest"}, "no checkpoint 'newest'"),
