@@ -17,9 +17,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig
+from model_configs import small_model
+
+from transformer_xl.config import RunConfig, TrainConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -36,21 +37,8 @@ torch.set_num_threads(1)  # several processes run tests in parallel, one per cor
 
 @pytest.fixture
 def make_model():
-    """Returns a function that builds a small float64 model without dropout; keyword arguments are settings."""
-
-    def make(seed: int = 7, memory_length: int = 11, **settings) -> TransformerXL:
-        torch.manual_seed(seed)
-        small = {
-            "vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5,
-            "d_ff": 19, "dropout": 0.0,
-        }  # fmt: skip
-        model = TransformerXL(TransformerXLConfig(**{**small, **settings}), memory_length=memory_length).double()
-        with torch.no_grad():
-            for parameter in model.parameters():  # larger than initialized, so that attention is not nearly uniform
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        return model.eval()
-
-    return make
+    """Returns the function that builds a small float64 model without dropout; keyword arguments are settings."""
+    return small_model
 
 
 @pytest.fixture

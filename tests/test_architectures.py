@@ -15,7 +15,7 @@ from transformer_xl.architectures import build_model
 from transformer_xl.baselines.absolute import AbsoluteTransformer
 from transformer_xl.baselines.recurrent import RecurrentModel
 from transformer_xl.baselines.shaw import ShawTransformer
-from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, VaswaniConfig, run_settings
+from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, run_settings
 from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}
@@ -49,8 +49,6 @@ def test_each_architecture_builds_its_model(architecture: str) -> None:
 
 def test_memory_length_is_that_of_the_argument() -> None:
     assert build_model(TransformerXLConfig(**SMALL), memory_length=5).initial_memory(2).length == 5
-    with pytest.raises(UserError, match="vaswani has no memory; give memory_length 0, not 5"):
-        build_model(VaswaniConfig(**SMALL), memory_length=5)
 
 
 @pytest.mark.parametrize("settings", [{"architecture": "lstm"}, SHAW])

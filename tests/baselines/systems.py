@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from model_configs import model_config
+from model_configs import small_model
 
-from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES
 from transformer_xl.model.language_model import LanguageModel
 
@@ -31,12 +29,5 @@ WITH_MEMORY = [name for name, system in SYSTEMS.items() if ARCHITECTURES[system[
 
 def make_system(name: str, *, memory_length: int = 11, **settings: Any) -> LanguageModel:
     """Build a float64 model without dropout; `name` is a key of SYSTEMS. Models without memory ignore memory_length."""
-    torch.manual_seed(7)
-    small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
-    small |= {"ngram_buckets": 29, "d_ngram": 3}
-    config = model_config(**{**small, **SYSTEMS[name], **settings})
-    model = build_model(config, memory_length=memory_length if config.has_memory else 0).double()
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than initial weights, so that every part affects the results
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+    ngrams = {"ngram_buckets": 29, "d_ngram": 3} if "max_ngram" in SYSTEMS[name] else {}
+    return small_model(memory_length=memory_length, **{**ngrams, **SYSTEMS[name], **settings})

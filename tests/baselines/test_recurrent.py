@@ -14,7 +14,7 @@ from tensors import assert_same_tensors
 
 from transformer_xl.architectures import build_model
 from transformer_xl.baselines.recurrent import LSTMLayer
-from transformer_xl.config import LSTMConfig, QRNNConfig, UserError
+from transformer_xl.config import LSTMConfig, QRNNConfig
 from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits, Memory
 
@@ -163,9 +163,3 @@ def test_bfloat16_autocast_keeps_states_in_float32(tokens, name, embedding):
     with torch.autocast("cpu", torch.bfloat16):
         model(text)[0].sum().backward()
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.layers.parameters())
-
-
-@pytest.mark.parametrize("name", ["attention_window", "clamp_length"])
-def test_limits_of_attention_raise(name):
-    with pytest.raises(UserError, match=f"lstm has no {name}; give none"):
-        make_system("lstm").initial_memory(2, ContextLimits(5, **{name: 3}))

@@ -94,10 +94,7 @@ BAD_COMMANDS = [
     ("evaluate run --mem-len 5", r"Did you mean --memory-length\?"),
     ("generate run --max-length 5", r"Did you mean --max-new-tokens\?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
-    (
-        "train gone.yaml --corpus corpus",
-        "recipe gone.yaml cannot be read .No such file or directory.; name a YAML file",
-    ),
+    ("train gone.yaml --corpus corpus", "recipe gone.yaml cannot be read .*; name a YAML file"),
     ("train unknown.yaml --corpus corpus", r"unknown.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
     ("train bool.yaml --corpus corpus", r"train.max_steps: .* integer .*\(given: True; .* unless quoted\)"),
     ("train off.yaml --corpus corpus", r"train.compile: .* \(given: False; .* unless quoted\)"),
@@ -133,10 +130,7 @@ BAD_COMMANDS = [
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text"),
     # values
-    (
-        "train fast-small --corpus corpus --train.optimizer adam",
-        "--train.weight-decay 0.1 .*; give --train.weight-decay 0",
-    ),
+    ("train fast-small --corpus corpus --train.optimizer adam", "weight-decay 0.1 .*; give --train.weight-decay 0"),
     (f"{TRAIN} --model.n-heads 3", "d_model 256 is not divisible by n_heads 3; .* d_head"),
     (f"{TRAIN} --model.d-model 13", "--model.d-model: Input should be a multiple of 2"),
     (f"{TRAIN} --model.attention-window 0", r"--model.attention-window: Input should be greater than 0 \(given: 0\)"),
@@ -144,31 +138,16 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.learning-rate inf", "--train.learning-rate: Input should be a finite number"),
     (f"{TRAIN} --train.max-steps 1.5e0", r"--train.max-steps: .* integer, .*\(given: '1.5e0'\)"),
     ("evaluate run --max-tokens 1.7", 'Invalid value for --max-tokens: unable to convert "1.7" into int'),
-    (
-        f"{TRAIN} --train.ema-decay 0.9",
-        "--train.ema-decay has no effect without weight_average ema; give that too, or ",
-    ),
-    (
-        f"{TRAIN} --train.muon-learning-rate-ratio 0.9",
-        "--train.muon-learning-rate-ratio has no effect without optimizer",
-    ),
+    (f"{TRAIN} --train.ema-decay 0.9", "--train.ema-decay has no effect without weight_average ema; give that too"),
+    (f"{TRAIN} --train.muon-learning-rate-ratio 0.9", "muon-learning-rate-ratio has no effect without optimizer"),
     (f"{TRAIN} --train.muon-momentum 0.9", "muon-momentum"),
     ("train --resume run --train.ema-decay 0.9", "--train.ema-decay has no effect without weight_average ema"),
     (f"{TRAIN} --model.ngram-buckets 9", "--model.ngram-buckets has no effect without max_ngram 2 or more; give"),
-    (
-        f"{TRAIN_SMALL} --model.max-ngram 3 --model.ngram-buckets 2000000000",
-        "--model.ngram-buckets",
-    ),
+    (f"{TRAIN_SMALL} --model.max-ngram 3 --model.ngram-buckets 2000000000", "--model.ngram-buckets"),
     (f"{TRAIN} --model.d-ngram 8 --find-rate", "--model.d-ngram has no effect without max_ngram 2 or more"),
-    (
-        "reproduce ablation --corpus corpus --out new --model.d-ngram 8",
-        "--model.d-ngram has no effect without max_ngram 2",
-    ),
+    ("reproduce ablation --corpus corpus --out new --model.d-ngram 8", "d-ngram has no effect without max_ngram 2"),
     ("finetune run --corpus corpus --run new --freeze nothing", "freeze 'nothing' matches no parameter; those of this"),
-    (
-        "finetune run --corpus corpus --run new --layer-rate-decay 0",
-        "--layer-rate-decay: Input should be greater than 0",
-    ),
+    ("finetune run --corpus corpus --run new --layer-rate-decay 0", "--layer-rate-decay: .* greater than 0"),
     (f"{TRAIN} --model.final-norm", "--model.final-norm has no effect without norm_first true"),
     (f"{TRAIN} --model.project-same-width", "--model.project-same-width has no effect without div_val 2 or more"),
     (
@@ -177,10 +156,7 @@ BAD_COMMANDS = [
     ),
     (f"{TRAIN} --threads 0", "--threads 0: must be"),
     (f"{TRAIN} --train.weight-average uniform --train.average-start-step 2000", "start_step 2,000 .*; give 1,999 or"),
-    (
-        "train --resume run --train.learning-rate 0.5",
-        r"run has done all of its 5 steps, .*give --train.max-steps above 5",
-    ),
+    ("train --resume run --train.learning-rate 0.5", r"done all of its 5 steps, .*give --train.max-steps above 5"),
     ("train --resume run --model.n-layers 3", "--model.n-layers cannot change within a run; start a new one"),
     ("train --resume run --find-rate", "--find-rate is for a new run; give the recipe and .*, not --resume"),
     ("train --find-rate", "training needs --corpus DIR"),
@@ -208,28 +184,16 @@ def test_bad_command_is_refused(folder: Path, words: str, message: str, capfd: C
 
 # the available memory in bytes, above what the model needs by itself; a command; and what does not fit
 LARGE = [
-    (
-        200_000,
-        TRAIN_SMALL.replace("n-layers=2", "n-layers=2000000000"),
-        "3 x 7 tokens .* the model smaller .*--model.n-layers",
-    ),
+    (200_000, TRAIN_SMALL.replace("n-layers=2", "n-layers=2000000000"), "3 x 7 tokens .* smaller .*--model.n-layers"),
     (
         200_000,
         TRAIN_SMALL.replace("memory-length=11", "memory-length=900"),
         "a memory of 3 x 900.* lower .*--train.memory-length",
     ),
-    (
-        200_000,
-        TRAIN_SMALL.replace("batch-size=3", "batch-size=80"),
-        "80 x 7 tokens.* lower --train.micro-batch-size",
-    ),
+    (200_000, TRAIN_SMALL.replace("batch-size=3", "batch-size=80"), "80 x 7 tokens.* lower --train.micro-batch-size"),
     (200_000, f"{RESUME} --train.batch-size 80", "80 x 7 tokens.* lower --train.micro-batch-size"),
     (50_000, "evaluate run --split train --segment-length 600", "1 x 600 tokens.* lower .*--segment-length"),
-    (
-        50_000,
-        "evaluate run --split train --batch-size 90",
-        "a memory of 90 x 11.* lower --memory-length, .*--batch-size",
-    ),
+    (50_000, "evaluate run --split train --batch-size 90", "a memory of 90 x 11.*--memory-length, .*--batch-size"),
     (
         50_000,
         "evaluate run --split train --method sliding-window --memory-length 0 --attention-window 90 --batch-size 90",
@@ -244,21 +208,9 @@ LARGE = [
     (50_000, "generate run --num-samples 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-samples"),
     (50_000, "generate run --num-beams 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-beams"),
     (50_000, "generate run --memory-length 2000000000", "a memory of 1 x 2,000,000,000.*"),
-    (
-        50_000,
-        "analyze attention run --segment-length 600 --split train",
-        "2 heads, .* lower --segment-length, --memory-len",
-    ),
-    (
-        50_000,
-        "analyze context run --split train --num-positions 90 --context-step 30",
-        "90 x 11.* lower --max-context",
-    ),
-    (
-        50_000,
-        "analyze speed tiny --attention-windows 1000000",
-        "windows of 1,000,000 tokens.* lower --attention-windows",
-    ),
+    (50_000, "analyze attention run --segment-length 600 --split train", "2 heads, .* lower --segment-length"),
+    (50_000, "analyze context run --split train --num-positions 90 --context-step 30", "90 x 11.* lower --max-context"),
+    (50_000, "analyze speed tiny --attention-windows 1000000", "1,000,000 tokens.* lower --attention-windows"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,13 +29,11 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
         "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
         "zip/enwik8.zip": bytes(194), "words.txt": b"a\na\n",
-        "nothing/empty": b"", "nothing/.hidden": b"x", "packed/c.zip": b"PK",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "folder").mkdir()
-    os.mkfifo(folder / "pipe")
     np.save(folder / "music.npy", np.arange(97))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
@@ -95,24 +92,15 @@ BAD_COMMANDS = [
     ("prepare text.txt --num-workers 0", "--num-workers 0: must be 1 or more"),
     # text that a tokenizer cannot encode
     # the byte 0xe9 of latin.txt, which is not UTF-8, comes after TEXT and the three letters caf
-    (
-        "prepare --train latin.txt --tokenizer word",
-        "--train: latin.txt: not text in utf-8: byte 3,502 is 0xe9; .*--encoding",
-    ),
+    ("prepare --train latin.txt --tokenizer word", "--train: latin.txt: not text in utf-8: byte 3,502 is 0xe9"),
     ("prepare latin.txt --tokenizer word", "error: latin.txt: not text in utf-8: byte 3,502 is 0xe9; .*--encoding"),
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
     ("prepare music.npy --tokenizer word", "music.npy contains integers, not text; give --tokenizer integer"),
     # of 90 ids, the last is for the EOS token
-    (
-        "prepare music.npy --vocab-size 90",
-        r"music.npy, .*: byte \d+: '89' is not an integer from 0 to 88 .*; remove it",
-    ),
-    (
-        "prepare music.npy numbers.txt --tokenizer integer",
-        "arrays and text files cannot be joined and split; use train, valid and",
-    ),
+    ("prepare music.npy --vocab-size 90", r"music.npy, .*: byte \d+: '89' is not an integer from 0 to 88"),
+    ("prepare music.npy numbers.txt --tokenizer integer", "arrays and text files cannot be joined and split"),
 ]
 
 

@@ -58,23 +58,14 @@ def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) ->
     ("flags", "message"),
     [
         ("--model.architecture lsmt", "model.architecture|lsmt"),
-        (
-            "--model.architecture lstm --model.qrnn-kernel-size 1",
-            "qrnn_kernel_size is a setting of qrnn, .* lstm",
-        ),
-        (
-            "--model.architecture al-rfou --model.clamp-length 3",
-            "clamp_length is a setting of transformer-xl, shaw",
-        ),
+        ("--model.architecture lstm --model.qrnn-kernel-size 1", "qrnn_kernel_size is a setting of qrnn, .* lstm"),
+        ("--model.architecture al-rfou --model.clamp-length 3", "clamp_length is a setting of transformer-xl, shaw"),
         ("--model.architecture lstm --model.attention-window 3", "attention_window is a setting of .* this is .* lstm"),
         ("--model.architecture qrnn --evaluation.clamp-length 3", "qrnn has no clamp_length; give none"),
         ("--model.architecture lstm --train.compile layers", "train.compile layers is not for lstm"),
         ("--model.architecture vaswani --train.memory-length 7", "vaswani has no memory; give memory_length 0"),
         ("--model.architecture al-rfou --model.max-position-embeddings 5", "longer than the 5 positions of this model"),
-        (
-            "--model.architecture shaw --model.max-relative-positions 999",
-            "--model.max-relative-positions 999 is more than",
-        ),
+        ("--model.architecture shaw --model.max-relative-positions 999", "relative-positions 999 is more than"),
         ("--model.num-targets 2", "num_targets is a setting of vaswani, al-rfou, and this is .* transformer-xl"),
     ],
 )
@@ -92,10 +83,7 @@ def test_invalid_setting_is_refused(folder: Path, capfd: Capture, flags: str, me
         ("evaluate {}/lstm --clamp-length 3", "lstm has no --clamp-length; give none"),
         ("evaluate {}/al-rfou --memory-length 5", "al-rfou has no memory; give --memory-length 0"),
         # the model has as many learned positions as a segment of training has tokens
-        (
-            "evaluate {}/al-rfou --segment-length 8",
-            "--segment-length 8 is longer than the 7 positions .*give 7 at most",
-        ),
+        ("evaluate {}/al-rfou --segment-length 8", "8 is longer than the 7 positions .*give 7 at most"),
         ("generate {}/al-rfou --prompt line --memory-length 5", "al-rfou has no memory; give --memory-length 0"),
         ("train --resume {}/al-rfou --train.max-steps 3 --model.num-targets 2", "cannot change within a run"),
     ],

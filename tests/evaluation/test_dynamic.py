@@ -132,11 +132,6 @@ def test_reset_memory_restores_trained_weights_at_each_document(make_model) -> N
     np.testing.assert_allclose(nats_K, nats_of_documents(model, tokens_K, [0, 17, 20], plan), **CLOSE)
 
 
-def test_rms_without_training_text_is_refused(make_model) -> None:
-    with pytest.raises(UserError, match="rms needs the training text"):
-        token_nats(make_model(), random_tokens(38), BOS, dynamic_plan())
-
-
 def test_too_large_learning_rate_is_refused(make_model) -> None:
     """The message contains the position, the start of the second segment, and the trained weights are restored."""
     model = make_model()

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from model_configs import model_config
+from model_configs import small_model
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
-from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
@@ -54,11 +53,8 @@ def test_each_token_is_predicted_from_its_window(make_model, window, batch_size,
 @pytest.mark.parametrize("architecture", ["vaswani", "al-rfou", "lstm"])
 def test_architectures_without_memory_or_attention_window(architecture: str) -> None:
     """In vaswani and al-rfou, positions count from the start of the window; the state of lstm is zero there."""
-    torch.manual_seed(7)
-    sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-    sizes |= {"max_position_embeddings": 5} if architecture == "al-rfou" else {}
-    model = build_model(model_config(architecture=architecture, **sizes)).double().eval()
-    tokens_K = random_tokens(37)
+    positions = {"max_position_embeddings": 5} if architecture == "al-rfou" else {}
+    model, tokens_K = small_model(architecture=architecture, **positions), random_tokens(37)
     nats_K = token_nats(model, tokens_K, BOS, sliding(5))
     np.testing.assert_allclose(nats_K, reference_losses(model, tokens_K, 5), **CLOSE)
 

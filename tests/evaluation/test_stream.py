@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import model_config
+from model_configs import small_model
 
 from transformer_xl import SurprisalStream
-from transformer_xl.architectures import build_model
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation import stream as stream_module
 from transformer_xl.evaluation.score import score
@@ -104,13 +103,10 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_every_architecture(settings: dict[str, Any], tmp_path: Path) -> None:
     """Without memory also with an extended context; saved and loaded after each chunk."""
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 256, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
-    config = model_config(**sizes | settings)
+    model = small_model(vocab_size=256, **settings)
     has_memory = settings.get("architecture") != "vaswani"
-    model = build_model(config, memory_length=11 if has_memory else 0).double().eval()
     train = {"memory_length": 11} if has_memory else {"memory_length": 0, "extended_context_length": 9}
-    run = Run(model, ByteTokenizer(), RunConfig(model=config, train=TrainConfig(segment_length=7, **train)))
+    run = Run(model, ByteTokenizer(), RunConfig(model=model.config, train=TrainConfig(segment_length=7, **train)))
     (expected,) = score(run, TEXT)
     stream, parts = SurprisalStream(run), []
     for index, chunk in enumerate(chunks_of(TEXT.encode(), 4, mean=13)):

@@ -9,8 +9,6 @@ Shape suffixes: B batch size, T tokens, D d_model, K tokens of a text.
 from __future__ import annotations
 
 import gc
-import math
-import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from model_configs import model_config
+from model_configs import small_model
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
-from transformer_xl.architectures import build_model
 from transformer_xl.config import DynamicConfig, EvaluationConfig, UserError, run_settings
 from transformer_xl.evaluation import evaluate as evaluate_module
 from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
@@ -40,17 +37,6 @@ def losses_of_one_pass(
     with torch.no_grad():
         hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, context_limits))
         return model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
-
-
-@pytest.mark.parametrize("segment_length", [1, 2, 7, 36, 37, 38, 101])
-@pytest.mark.parametrize("context_limits", [ContextLimits(37), ContextLimits(50, clamp_length=5)])
-def test_any_segment_length_equals_one_pass(make_model, segment_length, context_limits) -> None:
-    """The memory holds the whole text, or more."""
-    model, tokens_K = make_model(), random_tokens(37)
-    nats_K = token_nats(model, tokens_K, BOS, EvaluationPlan(segment_length, context_limits))
-    assert nats_K.dtype == np.float64
-    expected_K = losses_of_one_pass(model, tokens_K, replace(context_limits, memory_length=0))
-    np.testing.assert_allclose(nats_K, expected_K, **CLOSE)
 
 
 @pytest.mark.parametrize("memory_length", [0, 3, 11])
@@ -254,10 +240,8 @@ def test_attended_empty_slots_are_kept(make_model) -> None:
 )
 def test_batches_of_other_architectures_are_exact_or_refused(settings: dict[str, Any], memory_length: int) -> None:
     """The state of a recurrent model depends on all earlier tokens, so it needs a warm-up over all of them."""
-    torch.manual_seed(7)
-    sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-    model = build_model(model_config(**sizes | settings)).double().eval()
-    tokens_K, plan = random_tokens(97), EvaluationPlan(5, ContextLimits(memory_length))
+    model, tokens_K = small_model(**settings), random_tokens(97)
+    plan = EvaluationPlan(5, ContextLimits(memory_length))
     batched = replace(plan, batch_size=3)
     if memory_length and settings["architecture"] in ("lstm", "qrnn"):
         with pytest.raises(UserError, match=r"batch-size 3: .* depends on all .* batch-size 1 or enough warmup-tokens"):
@@ -284,21 +268,6 @@ def test_the_training_mode_stays_as_it_is(make_model, training) -> None:
         assert model.training is (training and method == "memory")
         chunks.close()
         assert all(module.training is training for module in model.modules())
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_weights_that_are_not_finite_are_refused(make_model, value) -> None:
-    """The message contains the first tensor's name and the number of other tensors."""
-    model, tokens_K, plan = make_model(), random_tokens(7), EvaluationPlan(5, ContextLimits(11))
-    name, weight = next((name, weight) for name, weight in model.named_parameters() if name.startswith("layers.1."))
-    with torch.no_grad():
-        weight.flatten()[3] = value
-    with pytest.raises(UserError, match=f"the weights {re.escape(name)} are not finite"):
-        token_nats(model, tokens_K, BOS, plan)
-    with torch.no_grad():
-        model.content_bias[0] = value
-    with pytest.raises(UserError, match="and 1 more tensors are not finite"):
-        token_nats(model, tokens_K, BOS, plan)
 
 
 def test_bfloat16_is_close_to_float32(make_model) -> None:
@@ -341,5 +310,4 @@ def test_larger_batch_is_suggested_for_a_long_text_read_as_one_sequence(make_mod
     assert suggested_batch_size(model, replace(plan, warmup_tokens=400), 7000) == 8
     for given in ({"batch_size": 1}, {"reset_memory": True}, {"method": "dynamic"}):
         assert suggested_batch_size(model, replace(plan, **given), 7000) is None
-    lstm = build_model(model_config(architecture="lstm"), memory_length=11)
-    assert suggested_batch_size(lstm, plan, 7000) is None
+    assert suggested_batch_size(small_model(architecture="lstm"), plan, 7000) is None

@@ -173,19 +173,6 @@ def test_finished_sequences_leave_the_batch(make_inference) -> None:
     assert generator.memory().position_B.tolist() == [5, 4, 5, 4, 5]
 
 
-def test_memory_of_sequences_that_finish_together_is_not_copied(
-    make_inference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = BatchGenerator(make_inference(), [TEXT[:3], TEXT[:2]])
-    generator.step()
-    expected = generator.memory()
-    for name in ("select", "concatenate"):
-        monkeypatch.setattr(Memory, name, None)
-    generator.finish([0, 1])
-    assert generator.active == []
-    assert_same_memory(generator.memory(), expected)
-
-
 @pytest.mark.parametrize("context_limits", [ContextLimits(31), ContextLimits(5, attention_window=6)])
 @pytest.mark.parametrize(("first", "prepared"), [(3, True), (16, True), (7, False)])
 def test_generation_continues_a_memory(make_model, context_limits: ContextLimits, first: int, prepared: bool) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from forced_tokens import ForcedTokens, RecordedModel, assert_same_memory, full_pass
-from model_configs import model_config
+from model_configs import small_model
 from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from transformer_xl.architectures import build_model
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.batch import BatchGenerator
@@ -133,13 +132,8 @@ def test_keyword_settings_replace_those_of_the_config(run: Run) -> None:
 )
 def test_probabilities_of_the_next_token_are_those_of_score(settings: dict[str, Any]) -> None:
     """Wherever the prompt ends in its segment, and however much longer than the memory it is; also in a batch."""
-    sizes = {"vocab_size": 256, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
-    torch.manual_seed(7)
-    model = build_model(model_config(**sizes | settings), memory_length=11).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    run = Run(model, ByteTokenizer(), RunConfig(train=TrainConfig(segment_length=7, memory_length=11)))
+    lengths_in_training = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
+    run = Run(small_model(vocab_size=256, **settings), ByteTokenizer(), lengths_in_training)
     text = "the cat sat on the mat and looked at the dog"
     (scored,) = score(run, text)
     lengths = [3, 6, 7, 12, 13, 14, 25, 40]

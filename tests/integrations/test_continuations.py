@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 from forced_tokens import RecordedModel
-from model_configs import model_config
+from model_configs import small_model
 from token_losses import BOS, CLOSE, token_nats
 
-from transformer_xl.architectures import build_model
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
 from transformer_xl.model.memory import ContextLimits
 
 PLAN = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))
-SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
 MODELS = {
     "transformer-xl": {},
     "n-grams": {"max_ngram": 3, "d_ngram": 5, "ngram_buckets": 31},
@@ -37,12 +35,7 @@ MODELS = {
 
 def make(settings, memory_length: int = 11) -> InferenceModel:
     """A small model in float64 with large weights, so that what it attends to matters, prepared for inference."""
-    torch.manual_seed(7)
-    model = build_model(model_config(**SIZES | settings), memory_length=memory_length).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return prepare_inference(model.eval())
+    return prepare_inference(small_model(memory_length=memory_length, **settings))
 
 
 def requests() -> list[Continuation]:

@@ -45,10 +45,10 @@ class Rows(Dataset):
 
 
 def train(model: Any, tokenizer: Any, folder: Path, **arguments: Any) -> Trainer:
-    """Train on the rows for three epochs of three steps."""
+    """Train on the rows for three epochs of three steps, or as the arguments say."""
     settings = TrainingArguments(
-        output_dir=str(folder), num_train_epochs=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        report_to=[], use_cpu=True, save_strategy="no", seed=1, disable_tqdm=True, **arguments,
+        output_dir=str(folder), learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        seed=1, disable_tqdm=True, **{"num_train_epochs": 3, "per_device_train_batch_size": 4} | arguments,
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     trainer = Trainer(
@@ -87,14 +87,8 @@ def test_gradient_accumulation_changes_no_loss(tmp_path: Path) -> None:
         model, tokenizer = from_run(tmp_path / f"{rows}")
         tokenizer.padding_side = "right"  # Trainer counts the first token after padding on the left as a target
         arguments = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts}
-        settings = TrainingArguments(
-            output_dir=str(tmp_path / "out"), max_steps=3, report_to=[], use_cpu=True, save_strategy="no", seed=1,
-            logging_steps=1, disable_tqdm=True, activation_checkpointing=parts == 4, **arguments,
-        )  # fmt: skip
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-        trainer = Trainer(model, settings, data_collator=collator, train_dataset=Rows(tokenizer))
-        trainer.train()
-        found.append(losses(trainer))
+        arguments |= {"max_steps": 3, "activation_checkpointing": parts == 4}
+        found.append(losses(train(model, tokenizer, tmp_path / "out", **arguments)))
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert found[2] == pytest.approx(found[0], abs=1e-4)
 

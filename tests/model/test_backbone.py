@@ -184,16 +184,6 @@ def test_a_window_equals_its_single_steps(window, is_prepared):
     assert (other_BTD - whole_BTD).abs().max() > 1e-3
 
 
-def test_a_start_at_the_first_step_is_a_reset():
-    backbone = make_backbone()
-    _, memory = backbone(random_inputs())
-    inputs_BTD = random_inputs(5)
-    reset_BTD, after_reset = backbone(inputs_BTD, memory.reset([1]))
-    start_BTD, after_start = backbone(inputs_BTD, memory, starts_BT=mask_of([[], [0]], 5))
-    torch.testing.assert_close(start_BTD, reset_BTD, rtol=0, atol=1e-12)
-    assert_same_tensors(after_start, after_reset, atol=1e-12)
-
-
 @pytest.mark.parametrize("order", ["post-norm", "pre-norm"])
 def test_layers_are_those_of_the_language_model_bit_for_bit(order):
     torch.manual_seed(1)
@@ -227,15 +217,6 @@ def test_memory_survives_a_replay_buffer():
     both = {name: torch.cat([tensor, tensor])[[3, 0]] for name, tensor in stored.items()}
     assert_same_tensors(backbone.initial_memory(2).with_stacked(both), memory.select([1, 0]))
     assert isinstance(replayed, HiddenMemory)
-
-
-def test_batch_rows_are_independent():
-    backbone, inputs_BTD, starts_BT = make_backbone(), random_inputs(), mask_of(STARTS["inside"])
-    both_BTD, memory = run(backbone, inputs_BTD, starts_BT, backbone.initial_memory(2))
-    for row in (0, 1):
-        one_BTD, one = run(backbone, inputs_BTD[[row]], starts_BT[[row]], backbone.initial_memory(1))
-        torch.testing.assert_close(one_BTD, both_BTD[[row]], rtol=0, atol=1e-12)
-        assert_same_tensors(one, memory.select([row]), atol=1e-12)
 
 
 def test_a_new_gate_passes_its_input_on_by_its_bias():

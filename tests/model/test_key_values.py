@@ -85,11 +85,13 @@ def test_batch_rows_are_reset_and_selected_independently(make_model, tokens, att
     results = []
     for reading in (model, prepare_inference(model)):
         _, memory = run_parts(reading, reading.initial_memory(3), text)
-        variants = {"reset": memory.reset([1]), "selected": memory.select([2, 0, 2]), "unchanged": memory}
+        variants = {"reset": memory.reset([1]), "reset by a mask": memory.reset(torch.tensor([False, True, False]))}
+        variants |= {"selected": memory.select([2, 0, 2]), "unchanged": memory}
         results.append({name: run_parts(reading, variant, more)[0] for name, variant in variants.items()})
     assert_same_tensors(*results, **EXACT)
     fresh_BTD, _ = run_parts(model, model.initial_memory(1), more[1:2])
     torch.testing.assert_close(results[1]["reset"][1:2], fresh_BTD, **EXACT)
+    torch.testing.assert_close(results[1]["reset by a mask"], results[1]["reset"], **EXACT)
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -7,7 +7,7 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S memory slots and n
 
 import pytest
 import torch
-from tensors import assert_same_tensors, copied_tensors
+from tensors import assert_same_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, Memory
@@ -46,36 +46,6 @@ def test_memory_contains_the_last_inputs(slots, lengths):
     assert memory.valid_B.tolist() == [min(sum(lengths), slots)] * BATCH
     assert memory.position_B.tolist() == [sum(lengths)] * BATCH
     assert memory.all_valid == (sum(lengths) >= slots)
-
-
-def test_padding_is_not_cached():
-    # after 4 tokens in each batch row, 6 more, of which only the last 6, 0 and 2 are not padding
-    before, new, lengths = append(empty(), layer_inputs(4)), layer_inputs(6, 1000.0), [6, 0, 2]
-    after = append(before, new, torch.tensor(lengths))
-    for layer, cache in enumerate(after.layers):
-        for row, length in enumerate(lengths):
-            all_SD = torch.cat([before.layers[layer].hidden_BMD[row], new[layer][row, 6 - length :]])
-            assert torch.equal(cache.hidden_BMD[row], all_SD[-LENGTH:])
-    assert after.valid_B.tolist() == [5, 4, 5]  # 4 + length, at most the 5 slots
-    assert after.position_B.tolist() == [10, 4, 6]
-
-
-@pytest.mark.parametrize("rows", [[1], torch.tensor([False, True, False])])
-def test_reset_empties_some_batch_rows_and_changes_nothing_else(rows):
-    memory = append(empty(), layer_inputs(7))
-    before = copied_tensors(memory)
-    after = memory.reset(rows)
-    assert not after.all_valid
-    assert not any(tensor[1].any() for tensor in after.tensors().values())
-    assert_same_tensors(after.select([0, 2]), memory.select([0, 2]))
-    assert_same_tensors(memory, before)
-
-
-def test_select_repeats_and_reorders():
-    before, order = append(empty(), layer_inputs(7)).reset([0]), [2, 0, 0, 1]
-    after = before.select(order)
-    assert after.batch_size == 4
-    assert_same_tensors(after, {name: tensor[order] for name, tensor in before.tensors().items()})
 
 
 def test_dtype_conversion_keeps_integers():

@@ -8,19 +8,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from model_configs import model_config
+from model_configs import small_model
 
-from transformer_xl.architectures import build_model
 from transformer_xl.config import ARCHITECTURES, UserError
 
 STYLES = {"dense": {}, "cutoffs": {"cutoffs": (5, 11)}, "div_val 2": {"cutoffs": (5, 11), "div_val": 2}}
 
 
 def make(architecture="transformer-xl", **settings):
-    sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
     lengths = {"shaw": {"max_relative_positions": 13}, "al-rfou": {"max_position_embeddings": 13}}
-    config = model_config(architecture=architecture, **sizes, **lengths.get(architecture, {}), **settings)
-    return build_model(config, memory_length=7 if ARCHITECTURES[architecture].has_memory else 0).eval()
+    return small_model(architecture=architecture, **lengths.get(architecture, {}), **settings)
 
 
 @pytest.mark.parametrize("style", STYLES)

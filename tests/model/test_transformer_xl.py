@@ -12,9 +12,9 @@ import pkgutil
 import pytest
 import torch
 from reference import forward as oracle
-from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std, named_gradients, run_parts
+from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std, named_gradients
 
-from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
+from transformer_xl.config import TransformerXLConfig, load_recipe
 from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -68,28 +68,6 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
     weight = torch.randn(expected.shape, dtype=torch.float64)
     gradients = named_gradients((logits_BTV * weight).sum(), model)
     assert_same_tensors(gradients, named_gradients((expected * weight).sum(), weights), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("segment_length", [1, 2, 7])
-def test_attention_window_makes_the_segment_length_irrelevant(make_model, tokens, segment_length):
-    """A window fixes the context, so any memory of at least window - 1 slots gives the same result."""
-    model, text = make_model(), tokens(2, 21)
-    whole_BTD, _ = run_parts(model, model.initial_memory(2, ContextLimits(0, attention_window=4)), text)
-    memory = model.initial_memory(2, ContextLimits(5, attention_window=4))
-    parts_BTD, _ = run_parts(model, memory, *text.split(segment_length, dim=1))
-    torch.testing.assert_close(parts_BTD, whole_BTD, rtol=0, atol=1e-10)
-
-
-def test_causality_and_window_by_gradient(make_model):
-    """With one layer, the output at a position depends on the inputs within the window, and on no others."""
-    model, window = make_model(n_layers=1), 3
-    inputs_BTD = torch.randn(1, 9, 14, dtype=torch.float64, requires_grad=True)
-    memory = model.initial_memory(1, ContextLimits(11, attention_window=window))
-    hidden_BTD, _ = model(memory=memory, inputs_BTD=inputs_BTD)
-    for position in range(9):
-        (grad_BTD,) = torch.autograd.grad(hidden_BTD[:, position].square().sum(), inputs_BTD, retain_graph=True)
-        has_effect = grad_BTD[0].abs().sum(-1) > 0  # of each input position
-        assert has_effect.tolist() == [position - window < index <= position for index in range(9)]
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
@@ -182,8 +160,3 @@ def test_parameter_counts_with_the_paper_s_vocabulary(recipe, count):
     with torch.device("meta"):
         model = TransformerXL(TransformerXLConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == count
-
-
-def test_unknown_kernel_raises():
-    with pytest.raises(UserError, match="did you mean 'reference'"):
-        TransformerXL(TransformerXLConfig(attn_implementation="refrence"))

@@ -5,7 +5,6 @@ Shape suffixes: B batch rows, T new tokens.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.config import UserError, check_settings
+from transformer_xl.config import UserError
 from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, SegmentDataset, Shard, check_training
 
 BOS = 7919  # no token of the texts
@@ -85,20 +84,6 @@ def test_shards_concatenate_to_the_batch_of_a_single_process(data: st.DataObject
         assert {shard.after(position) for shard in shards} == {single.after(position)}
         position = single.after(position)
     assert position == DatasetPosition(epoch=1)
-
-
-@settings(deadline=None)
-@given(datasets(), st.integers(0, 40))
-def test_reading_resumes_at_a_position_saved_as_json(dataset: SegmentDataset, num_read: int) -> None:
-    position = DatasetPosition()
-    for _ in range(num_read):
-        position = dataset.after(position)
-    assert position.epoch * dataset.segments_in(0) + position.segment_index == num_read
-    restored = check_settings(DatasetPosition, json.loads(json.dumps(position.model_dump())), "state")
-    assert restored == position
-    batch = dataset.read(restored)
-    assert batch.targets_BT.tolist() == first_epoch(dataset)[position.segment_index].targets_BT.tolist()
-    assert batch.is_first == (position.segment_index == 0)
 
 
 def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
-from transformer_xl.text.token_store import TokenShards
 
 BOS = 7919  # no token of the texts
 LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)  # of documents, in tokens
@@ -126,27 +125,6 @@ def test_shards_concatenate_to_the_batch_of_a_single_process(
             np.testing.assert_array_equal(
                 np.concatenate([getattr(batch, name) for batch in batches]), getattr(expected, name)
             )
-
-
-@settings(deadline=None)
-@given(datasets(), st.integers(0, 40), st.integers(1, 11))
-def test_new_dataset_resumes_at_a_position_of_another(
-    dataset: ShuffledDocumentDataset, num_read: int, shard_length: int
-) -> None:
-    """The new dataset has its tokens in several files, which makes no difference."""
-    position = DatasetPosition()
-    for _ in range(num_read):
-        position = dataset.after(position)
-    num_tokens = len(dataset.tokens)
-    files = tuple(dataset.tokens[start : start + shard_length] for start in range(0, num_tokens, shard_length))
-    resumed = replace(dataset, tokens=TokenShards(files))
-    for _ in range(5):
-        expected, batch = dataset.read(position), resumed.read(position)
-        assert batch.inputs_BX.tolist() == expected.inputs_BX.tolist()
-        assert batch.targets_BT.tolist() == expected.targets_BT.tolist()
-        assert batch.is_first == (position.segment_index == 0)
-        assert resumed.after(position) == dataset.after(position)
-        position = dataset.after(position)
 
 
 def test_orders_of_epochs_and_seeds_are_independent() -> None:

@@ -273,16 +273,6 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path, uninterrupted)
     assert_same_runs(trainer.folder, expected.folder)
 
 
-def test_run_without_its_checkpoints_is_refused(tmp_path: Path, uninterrupted) -> None:
-    """Such a run must not start again at step 0."""
-    corpus, _ = uninterrupted()
-    trainer = start_variant(tmp_path / "run", corpus)
-    train_until(trainer, 6)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(UserError, match=r"checkpoints contains no checkpoint; start a new run"):
-        reopened(trainer)
-
-
 def test_checkpoint_of_other_settings_is_refused(tmp_path: Path, uninterrupted) -> None:
     corpus, _ = uninterrupted()
     train_until(start_variant(tmp_path / "run", corpus), 2)

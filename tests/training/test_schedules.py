@@ -66,14 +66,6 @@ def test_random_lengths_have_the_distribution_of_awd_lstm() -> None:
     assert min(random_length(step, short) for step in range(100)) == 5
 
 
-def test_a_step_sets_the_rate_of_every_group() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    several_groups = torch.optim.SGD([{"params": [weight]} for weight in weights[:2]], lr=1.0)
-    optimizers = (several_groups, torch.optim.SGD(weights[2:], lr=1.0))
-    set_step_rates(optimizers, 0, TrainConfig(learning_rate=0.25, warmup_steps=0))
-    assert [group["lr"] for optimizer in optimizers for group in optimizer.param_groups] == [0.25] * 3
-
-
 def test_embedding_has_twice_the_peak_and_the_same_end() -> None:
     """As in the authors' code for Penn Treebank: both rates end at the minimum, and are equal while weights are
     averaged."""

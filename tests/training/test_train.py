@@ -37,10 +37,6 @@ def corpus(tmp_path: Path) -> Corpus:
     return letters_corpus(tmp_path / "corpus")
 
 
-def best_weights(path: Path) -> dict[str, torch.Tensor]:
-    return load(path, device="cpu").model.state_dict()
-
-
 def test_config_recipe_file_and_overrides_train_the_same_model(tmp_path: Path, corpus: Corpus) -> None:
     config = RunConfig(model=TransformerXLConfig(**MODEL), train=TrainConfig(**TRAIN))
     result = train_run(config, corpus, tmp_path / "config", **OPTIONS)
@@ -62,19 +58,6 @@ def test_default_run_folder(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     result = train_run(None, "corpus", model=MODEL, train={**TRAIN, "max_steps": 1}, **OPTIONS)
     assert result.path == Path("runs/corpus")
-
-
-def test_run_stopped_by_a_callback_resumes(tmp_path: Path, corpus: Corpus) -> None:
-    uninterrupted = train_run(None, corpus, tmp_path / "uninterrupted", model=MODEL, train=TRAIN, **OPTIONS)
-    stopped = train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(5)], **OPTIONS)
-    assert (stopped.step, stopped.finished, stopped.stop_signal) == (5, False, None)
-    torch.manual_seed(104_729)  # `resume` must restore the random state
-    resumed = resume(tmp_path / "run", **OPTIONS)
-    assert (resumed.step, resumed.finished) == (17, True)
-    assert resumed.best_nats_per_token == uninterrupted.best_nats_per_token
-    assert_same_tensors(best_weights(tmp_path / "run"), best_weights(tmp_path / "uninterrupted"))
-    longer = resume(tmp_path / "run", train={"max_steps": 19}, **OPTIONS)
-    assert (longer.step, longer.max_steps) == (19, 19)
 
 
 class SendSignal(Callback):

@@ -38,39 +38,6 @@ from transformer_xl.training.data import training_dataset
 from transformer_xl.training.trainer import Trainer
 from transformer_xl.training.validation import Validator
 
-NO_LEARNING = 1e-30  # a learning rate that does not change any weight
-
-
-def test_earlier_segments_influence_losses_only_through_memory(tmp_path: Path) -> None:
-    """Compare the losses of two texts that differ only in the first 6 tokens of each batch row (of 42 tokens)."""
-    text = bytearray(letters(126, seed=1))
-    corpora = [make_corpus(tmp_path / "corpus 0", bytes(text))]
-    for row in range(3):
-        text[row * 42 : row * 42 + 6] = letters(6, seed=row + 5)
-    corpora.append(make_corpus(tmp_path / "corpus 1", bytes(text)))
-    for length in (0, 11):  # of the memory
-        losses = []
-        for index, corpus in enumerate(corpora):
-            trainer = start(tmp_path / f"{length} {index}", corpus, memory_length=length, learning_rate=NO_LEARNING)
-            trainer.model.double()
-            train_until(trainer, 8)
-            losses.append(nats_of(trainer))
-        differ = [first != second for first, second in zip(*losses, strict=True)]
-        # An epoch is 6 segments of 7 tokens. In the fifth segment, which starts at position 28, the second layer's
-        # memory starts at position 17, whose hidden state was computed with a memory that starts at position 3. In the
-        # sixth segment these are the positions 24 and 10, after the tokens that differ.
-        assert differ == [True, *[length > 0] * 4, False, True, length > 0]
-
-
-def test_each_epoch_starts_with_an_empty_memory(tmp_path: Path) -> None:
-    """If the weights do not change, every epoch has the same losses."""
-    corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
-    trainer = start(tmp_path / "run", corpus, learning_rate=NO_LEARNING, max_steps=21)
-    trainer.run()
-    nats = nats_of(trainer)
-    assert nats[:7] == nats[7:14] == nats[14:]
-    assert len(set(nats[:7])) == 7
-
 
 def test_metrics_are_means_over_the_tokens_of_an_interval(tmp_path: Path) -> None:
     corpus = letters_corpus(tmp_path / "corpus", num_valid=0)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from attention_oracle import attention_of
+from model_configs import small_model
 
 from transformer_xl.apps.analyze.attention_maps import (
     TERMS,
@@ -25,33 +26,15 @@ from transformer_xl.apps.analyze.attention_maps import (
     num_visible_distances,
     trace_attention,
 )
-from transformer_xl.architectures import build_model
-from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
-from transformer_xl.evaluation.attention_by_distance import require_attention_terms
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
-
-# a model with the relative positions of Shaw et al. 2018
-SHAW = ShawConfig(
-    vocab_size=23, architecture="shaw", max_relative_positions=6, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19
-)
 
 
 @pytest.fixture
 def text(tokens):
     """53 random token ids."""
     return tokens(1, 53)[0]
-
-
-@pytest.fixture
-def shaw():
-    """A model of SHAW with weights larger than initialized, so that its attention is not nearly uniform."""
-    torch.manual_seed(5)
-    model = build_model(SHAW).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
 
 
 # columns: segment length; ContextLimits (memory length, attention window, clamp length); length of the text
@@ -115,7 +98,8 @@ def test_terms_equal_those_of_the_papers_formula(make_model, text, segment, cont
     check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
-def test_terms_of_shaw_are_content_and_position(shaw, text):
+def test_terms_of_shaw_are_content_and_position(text):
+    shaw = small_model(architecture="shaw", max_relative_positions=6, n_layers=2)
     assert list(check_terms(shaw, text, 7, ContextLimits(11), 31).terms) == [
         "probability", "score", "content", "position"
     ]  # fmt: skip
@@ -200,15 +184,3 @@ def test_too_large_weights_are_refused(make_model, text, weight):
     with pytest.raises(UserError, match=r"^layer 1 .*not finite: .* lower learn"):
         trace_attention(model, text.numpy(), plan, [lambda attention: layers.append(attention.layer)])
     assert layers == [0]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (LSTMConfig(n_layers=1, d_model=14), "lstm has no attention to show; use a run of transformer-xl or shaw"),
-        (VaswaniConfig(n_layers=1, d_model=14, n_heads=2, d_ff=19), "vaswani has no attention terms and memory"),
-    ],
-)
-def test_other_architectures_are_refused(config, message):
-    with pytest.raises(UserError, match=message):
-        require_attention_terms(build_model(config))

@@ -145,10 +145,7 @@ def test_plot_of_many_items_says_so(tmp_path: Path) -> None:
 REFUSED = [
     ("none text.txt", "none: no such folder"),
     ("run none.csv", "reading none.csv: no such file or folder"),
-    (
-        "run items.csv",
-        "items.csv: line 2: no column 'item'; the columns are sent, cond, text, doc; name yours",
-    ),
+    ("run items.csv", "items.csv: line 2: no column 'item'; the columns are sent, cond, text, doc; name yours"),
     ("run items.csv --item-columns sent --text-column txt", "no column 'txt'; .*name yours with --text-column"),
     ("run items.csv --item-columns sent --document-column d", "no column 'd'; .*name yours with --document-column"),
     ("run items.csv --item-columns sent,cond,file", "no column 'file'|a column 'file' of its own"),
@@ -168,10 +165,7 @@ REFUSED = [
     ("run text.txt --text-column text", "text.txt: columns were named, but a text has none; give --input-format csv"),
     ("run text.txt --whitespace both", "whitespace"),
     ("run text.txt --sweep-memory-length 1,x", "--sweep-memory-length 1,x: must be integers of at least 0"),
-    (
-        "run text.txt --sweep-memory-length 1 --memory-length 2",
-        "--memory-length and --sweep-memory-length were both",
-    ),
+    ("run text.txt --sweep-memory-length 1 --memory-length 2", "--memory-length and --sweep-memory-length were both"),
     ("run text.txt --out text.txt", "text.txt exists already"),
     ("run text.txt --out none/a.csv", "none/a.csv: folder none does not exist"),
     ("run text.txt --out a.png --plot a.png", "a.png was given for --out and --plot"),

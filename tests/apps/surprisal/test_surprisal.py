@@ -7,8 +7,6 @@ Shape suffixes: K tokens of an item, V vocabulary.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -174,19 +172,6 @@ def test_tokenizers_without_a_newline(run_of) -> None:
     assert [(row["word"], row["tokens"]) for row in chars] == [("the", 3), ("cat", 4), ("", 1), ("the", 3), ("", 1)]
     words = surprisal(run_of(WordTokenizer(("the", "cat"))), ["the cat", "the"])
     assert [row["word"] for row in words] == ["the", "cat", "the"]
-
-
-def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
-    texts = {'it"1': 'say "a, b" \u2603', "NA": "null"}
-    table = surprisal(run_of(ByteTokenizer()), texts)
-    text = table.to_csv(tmp_path / "words.csv")
-    content = (tmp_path / "words.csv").read_bytes()
-    assert content == text.encode("utf-8")
-    assert b"\r" not in content
-    rows = list(csv.DictReader(io.StringIO(text)))
-    assert [row["word"] for row in rows] == ["say", '"a,', 'b"', "\u2603", "", "null", ""]
-    assert [row["item"] for row in rows] == ['it"1'] * 5 + ["NA"] * 2
-    assert [float(row["surprisal_bits_alone"]) for row in rows] == [row["surprisal_bits_alone"] for row in table]
 
 
 @pytest.mark.parametrize(

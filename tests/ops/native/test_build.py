@@ -56,10 +56,7 @@ def use_compiler(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> Pa
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            'echo "kernels.cpp:1: error: no such thing" >&2; exit 1',
-            "failed with status 1: kernels.cpp:1: error: no such",
-        ),
+        ('echo "kernels.cpp:1: error: no such thing" >&2; exit 1', "failed with status 1: kernels.cpp:1: error: no"),
         ("kill -9 $$", "was ended by signal 9"),
         ("sleep 60", "took too long and was ended"),
     ],

@@ -181,14 +181,6 @@ def test_files_given_more_than_once_are_noted(
     assert find("a", "d", "./a").notes == ("the same file was given more than once: a in the text, a in the text",)
 
 
-def test_files_of_each_split_are_not_split_further(tmp_path: Path) -> None:
-    make_files(tmp_path, {"a": b"a", "b": b"b", "v/1": b"v", "v/2": b"w"})
-    source = find(splits={"train": [f"{tmp_path}/b", f"{tmp_path}/a"], "valid": [f"{tmp_path}/v"], "test": []})
-    assert list(source.splits) == ["train", "valid"]
-    assert text_of(source.splits["train"]) == b"ba"
-    assert [text_of([document]) for document in source.splits["valid"]] == [b"v", b"w"]
-
-
 def test_compressed_file_is_decompressed_and_its_name_has_no_suffix(tmp_path: Path) -> None:
     make_files(tmp_path, {"a.txt.bz2": bz2.compress(b"1\n")})
     source = find(splits={"train": [f"{tmp_path}/a.txt.bz2"]})

@@ -102,16 +102,8 @@ def test_tokenizers_that_differ_only_in_counts_are_the_same() -> None:
         ("word", changed("word", words=["<eos>", "<unk>", "a", "the"]), "word, token 2 is 'the', not 'a'"),
         ("word", changed("word", lowercase=True), "word, lowercase is false, not true"),
         ("word", changed("word", eos_token=None), 'word, eos_token is "<eos>", not null'),
-        (
-            "word",
-            changed("word", words=[*WORDS, "b"], counts=None, lowercase=True),
-            "word, 4 tokens, not 5",
-        ),
-        (
-            "char",
-            changed("char", characters=list("e \u00e8\n")),
-            "char, token 2 is '\u00e9', not '\u00e8'",
-        ),
+        ("word", changed("word", words=[*WORDS, "b"], counts=None, lowercase=True), "word, 4 tokens, not 5"),
+        ("char", changed("char", characters=list("e \u00e8\n")), "char, token 2 is '\u00e9', not '\u00e8'"),
         ("bpe", train_bpe([lines_of("caf" * 9)], vocab_size=259), "bpe, token 256 is 'he', not 'af'"),
         (
             "bpe",

@@ -15,7 +15,6 @@ from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
-from transformer_xl.text.tokenizers.moses import split_line
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
@@ -90,14 +89,6 @@ def test_every_word_has_a_part(name, parts: list[str]) -> None:
     for index, part in enumerate(line.encode().decode().split(" ")):
         own = "".join(word for word, of in zip(words, indices, strict=True) if of == index)
         assert [one for one in own if one.isalpha()] == [one for one in part if one.isalpha()]
-
-
-def test_golden_lines_of_moses_are_traced() -> None:
-    for text in GOLDEN:
-        for line in text.split("\n"):
-            indices = PreTokenizer("moses").word_indices(line.encode())
-            assert len(indices) == len(split_line(line))
-            assert set(indices) <= set(range(len(line.encode().split())))
 
 
 def test_words_that_become_one_are_refused() -> None:
