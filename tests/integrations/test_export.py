@@ -122,7 +122,7 @@ def test_a_missing_package_is_named(package: str, call, tmp_path: Path, monkeypa
         monkeypatch.setattr(
             f"transformer_xl.integrations.{module}.find_spec", lambda name: None if name == package else find(name)
         )
-    with pytest.raises(UserError, match=rf"{package} is not installed; .*pip install 'transformer-xl\[{package}\]'"):
+    with pytest.raises(UserError, match=rf"{package} is not installed; .*pip install '.+\[{package}\]'"):
         call(make_run(), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 

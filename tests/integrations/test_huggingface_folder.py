@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -256,7 +257,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "message"), [("", "is not installed; pip install"), ("4.57.1", "4.57.1 is too old")]
+    ("version", "message"), [("", "is not installed; install it: pip install"), ("4.57.1", "4.57.1 is too old")]
 )
 def test_missing_and_old_transformers_are_named(version: str, message: str) -> None:
     code = (
@@ -267,4 +268,4 @@ def test_missing_and_old_transformers_are_named(version: str, message: str) -> N
     result = python(code, version)
     last = result.stderr.splitlines()[-1]
     assert message in last
-    assert "pip install 'transformer-xl[transformers]'" in last
+    assert re.search(r"pip install '.+\[transformers\]'", last)

@@ -348,7 +348,7 @@ def test_missing_peft_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = ["finetune", str(base), "--corpus", str(corpus.path), "--run", str(tmp_path / "tuned"), "--lora-rank", "2"]
     result = txl(*words)
     assert (result.status, result.out) == (2, "")
-    assert "LoRA adapters need peft; install it: pip install 'transformer-xl[lora]'" in result.err
+    assert "peft is not installed; install it: pip install " in result.err
     assert not (tmp_path / "tuned").exists()
 
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.language_model import LanguageModel
@@ -121,7 +122,7 @@ def export_onnx(run: Run, path: Path | str, *, batch_size: int = 1, memory_lengt
     check_run(run)
     path = as_path(path, "path", "give the path of a file such as model.onnx")
     if find_spec("onnx") is None or find_spec("onnxscript") is None:
-        raise UserError("onnx is not installed; install it: pip install 'transformer-xl[onnx]'")
+        raise missing_extra("onnx", "onnx")
     if 4 * run.model.num_parameters() >= _MAX_BYTES:
         raise UserError(f"an ONNX file holds less than 2 GiB, and the model has {run.model.num_parameters():,} weights")
     exported = export(run, batch_size=batch_size, memory_length=memory_length)

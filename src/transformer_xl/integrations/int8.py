@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.ops.linear import Int8Linear
 from transformer_xl.progress import without_library_warnings
@@ -31,7 +32,7 @@ def to_int8(run: Run) -> Run:
             "the weights of an lstm stay in float32, as torchao has no 8-bit LSTM; take another architecture"
         )
     if find_spec("torchao") is None:
-        raise UserError("torchao is not installed; install it: pip install 'transformer-xl[torchao]'")
+        raise missing_extra("torchao", "torchao")
     return replace(run, model=with_int8_weights(run.model))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from transformer_xl.config import LoraConfig, UserError, nearest
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.progress import without_library_warnings
 
@@ -35,7 +36,7 @@ def require_peft() -> None:
         UserError: it is not.
     """
     if find_spec("peft") is None:
-        raise UserError("LoRA adapters need peft; install it: pip install 'transformer-xl[lora]'")
+        raise missing_extra("peft", "lora")
 
 
 def lora_targets(model: LanguageModel) -> list[str]:

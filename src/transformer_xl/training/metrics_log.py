@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config.extras import install_command
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.run_folder import RunFolder
@@ -112,6 +113,6 @@ def check_tensorboard(config: TrainConfig) -> None:
     """
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "train.tensorboard needs a package that is not installed; run pip install 'transformer-xl[tensorboard]', "
+            f"train.tensorboard needs a package that is not installed; {install_command('tensorboard')}, "
             "or omit train.tensorboard (metrics.jsonl contains the same values)"
         )

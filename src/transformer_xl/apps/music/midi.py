@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.files import as_user_error, check_new_file
 from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodecError
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -72,7 +73,7 @@ class MidiCodec:
                 "the integers of this tokenizer are not music; make a corpus with txl prepare --tokenizer midi"
             )
         if find_spec("miditok") is None:
-            raise UserError("MIDI files need miditok: pip install 'transformer-xl[music]'")
+            raise missing_extra("miditok", "music")
         self._tokenizer, self._limits = tokenizer, limits or MidiLimits()
         self._process: subprocess.Popen[bytes] | None = None
 

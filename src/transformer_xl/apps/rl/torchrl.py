@@ -21,6 +21,7 @@ import torch
 from typing_extensions import override
 
 from transformer_xl.config import UserError, check_type
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.model.backbone import Backbone
 from transformer_xl.model.memory import HiddenMemory
 
@@ -31,7 +32,7 @@ try:
     from torchrl.envs.transforms import TensorDictPrimer
     from torchrl.modules import recurrent_mode
 except ImportError as error:
-    raise UserError("torchrl is not installed; install it: pip install 'transformer-xl[rl]'") from error
+    raise missing_extra("torchrl", "rl") from error
 
 MEMORY_KEY = "memory"
 

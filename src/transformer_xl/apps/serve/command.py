@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
-from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 
 ServeFlags = optional_flags("serve", ServerConfig.model_fields)
 
@@ -36,7 +36,7 @@ def serve(
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"txl serve needs {missing[0]}: pip install 'transformer-xl[serve]'")
+        raise missing_extra(missing[0], "serve")
     config = check_flags(ServerConfig, settings)
     from transformer_xl.apps.serve.server import serve as serve_runs
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from transformer_xl.config import UserError
-
-_INSTALL = "pip install 'transformer-xl[transformers]'"
+from transformer_xl.config.extras import install_command, missing_extra
 
 
 def _check_version() -> None:
@@ -28,11 +27,11 @@ def _check_version() -> None:
     try:
         version = metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        raise UserError(f"transformers is not installed; {_INSTALL}") from None
+        raise missing_extra("transformers", "transformers") from None
     if int(version.split(".")[0]) < 5:
         raise UserError(
-            f"transformers {version} is too old, 5 is needed; {_INSTALL} (for transformers 4.37 and older: "
-            "txl convert RUN DIR --to huggingface-4.37)"
+            f"transformers {version} is too old, 5 is needed; {install_command('transformers')} (for transformers 4.37 "
+            "and older: txl convert RUN DIR --to huggingface-4.37)"
         )
 
 

@@ -11,13 +11,14 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 
 
 def main() -> int:
     """Run lm_eval with the arguments of this process; return 2 after an error that the user can correct."""
     try:
         if find_spec("lm_eval") is None:
-            raise UserError("lm_eval is not installed; install it: pip install 'transformer-xl[lm-eval]'")
+            raise missing_extra("lm_eval", "lm-eval")
         from lm_eval.__main__ import cli_evaluate
 
         from transformer_xl.integrations.lm_eval.model import TxlLM

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_settings, nearest
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -26,7 +27,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise UserError("lm_eval is not installed; install it: pip install 'transformer-xl[lm-eval]'") from error
+    raise missing_extra("lm_eval", "lm-eval") from error
 from tqdm import tqdm
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
+from transformer_xl.config.extras import install_command
 from transformer_xl.ops.kernels import cpu, native, reference, sdpa, triton
 from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
 from transformer_xl.ops.native import operators, status
@@ -54,7 +55,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if _is_fastest(kernel, device, dtype))
     if name == "triton" and not triton.installed():
-        raise UserError("attention kernel 'triton' needs Triton: pip install 'transformer-xl[triton]', or use auto")
+        raise UserError(f"attention kernel 'triton' needs Triton: {install_command('triton')}, or use auto")
     if name == "native" and operators() is None:
         raise UserError(f"attention kernel 'native' is not available ({status().text}), or use auto")
     if not KERNELS[name].fits(device, dtype):
