@@ -105,9 +105,7 @@ def evaluate(
             )
         results.append(result.as_dict())
     if json:
-        from transformer_xl.device import peak_memory_bytes
-
-        head = {"run": str(run), **loaded.weights_values, "split": split, "peak_memory_bytes": peak_memory_bytes()}
+        head = {"run": str(run), **loaded.weights_values, "split": split}
         print_json({**head, "sweep": results} if sweep_memory_length or sweep_attention_window else head | results[0])
     else:
         _print_results(f"{run}, {split}", results, folder.tokenizer)
