@@ -213,7 +213,9 @@ class RecurrentModel(LanguageModel):
         return Memory[RecurrentCache].empty(caches, batch_size, limits, like.device, num_recent=self.num_recent)
 
     @override
-    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+    def run_layers(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
         states_BTD = [self.input_dropout(x_BTD)]
         caches: list[RecurrentCache] = []
         for layer, cache in zip(self.layers, memory.layers, strict=True):
