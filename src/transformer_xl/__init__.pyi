@@ -43,7 +43,7 @@ from transformer_xl.training.find_rate import (
     LearningRateResult as LearningRateResult,
     find_learning_rate as find_learning_rate,
 )
-from transformer_xl.training.finetune import FinetuneResult as FinetuneResult, finetune as finetune
+from transformer_xl.training.finetune import finetune as finetune
 from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
 
 __version__: str

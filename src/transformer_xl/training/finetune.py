@@ -10,7 +10,7 @@ Shape suffix: V tokens of the new vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,14 +67,6 @@ _CHANGEABLE = (
 )
 
 
-@dataclass(frozen=True, repr=False)
-class FinetuneResult(TrainResult):
-    """The result of fine-tuning."""
-
-    kept_tokens: int | None = None
-    """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
-
-
 @checked_names
 def finetune(
     base: Run | Path | str,
@@ -97,7 +89,7 @@ def finetune(
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     handle_signals: bool = False,
-) -> FinetuneResult:
+) -> TrainResult:
     """Train the weights of a run further on another corpus, as a new run.
 
     The settings are those of the base (the learning rate of a converted run and of an adapter, merged or not, is 1e-4),
@@ -186,10 +178,10 @@ def finetune(
     check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
-    values = {field.name: getattr(result, field.name) for field in fields(result)}
     if result.finished and result.rank == 0:
-        values["losses"] = text_losses(base_run, opened, result.run, say if progress else ignore)
-    return FinetuneResult(**values, kept_tokens=kept)
+        losses = text_losses(base_run, opened, result.run, say if progress else ignore)
+        return replace(result, losses=losses)
+    return result
 
 
 def _check_names(names: object, argument: str, advice: str) -> None:

@@ -84,7 +84,7 @@ def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None
     model = base.model
     if old_of_V is not None:
         model = build_model(tuned.config.model)
-        model.load_state_dict(dict(first_weights(base.model, old_of_V, tuned.config, corpus)))
+        model.load_state_dict(dict(first_weights(base.model, old_of_V, tuned.config)))
     # with the settings and the memory length of the new run, so that the weights alone differ
     start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
     texts = [("new", corpus)]
