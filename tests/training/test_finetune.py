@@ -98,25 +98,6 @@ def test_losses_before_are_measured_with_the_settings_of_the_new_run(tmp_path: P
         assert loss.before == expected.nats_per_token
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "model", "message"),
-    [
-        ({"method": "sliding-window", "attention_window": 5}, {}, "sliding-window has no memory"),
-        ({"method": "dynamic", "batch_size": 2}, {}, "batch-size 2: method dynamic"),
-        ({"method": "dynamic", "warmup_tokens": 3}, {}, "leave out warmup-tokens"),
-        ({"softmax_temperature": 1.1}, {"cutoffs": (98, 110)}, "this model has cutoffs"),
-        ({"batch_size": 2}, {"architecture": "lstm"}, "the state of lstm depends on all"),
-    ],
-)
-def test_evaluation_that_cannot_work_is_refused_before_training(
-    evaluation: dict[str, Any], model: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    base, corpus = make_base(tmp_path, **model), new_corpus(tmp_path)
-    with pytest.raises(UserError, match=message):
-        finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **OPTIONS)
-    assert not (tmp_path / "tuned").exists()
-
-
 def test_losses_of_method_dynamic_use_the_new_training_text(tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     evaluation = {"method": "dynamic"}
