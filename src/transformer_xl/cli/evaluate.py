@@ -68,7 +68,6 @@ def evaluate(
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.evaluation.with_memory import suggested_batch_size
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
@@ -82,13 +81,6 @@ def evaluate(
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         note(warning)
     num_tokens = min(text.num_tokens, max_tokens or text.num_tokens)
-    suggested = [size for plan in plans if (size := suggested_batch_size(loaded.model, plan, num_tokens))]
-    if suggested:
-        size = min(suggested)
-        note(
-            f"the text is read as one sequence, which is slow; --batch-size {size} reads {size} parts side by "
-            "side, with the same result"
-        )
     results: list[dict[str, Any]] = []
     for config, plan in zip(configs, plans, strict=True):
         window = plan.context_limits.attention_window
