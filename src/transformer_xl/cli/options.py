@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import CoercionError, Parameter, Token, convert
+from cyclopts import Parameter, Token
 
 from transformer_xl.config import UserError, whole_number
 
@@ -16,16 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def _convert_integer(kind: Any, tokens: Sequence[Token]) -> Any:
+def _convert_integer(_: Any, tokens: Sequence[Token]) -> int:
     """Convert the value of a flag; 1e3 is 1000, and 1.5 is no integer (cyclopts would round it)."""
-    number = str(whole_number(tokens[0].value))
-    is_whole = "." not in number or re.fullmatch(r"[0-9]+\.0*", number)
     try:
-        if is_whole:
-            return convert(kind, [number])
-    except CoercionError:  # which does not have the name of the flag
-        pass
-    raise ValueError(f'unable to convert "{tokens[0].value}" into int.')
+        return int(whole_number(tokens[0].value))
+    except ValueError:
+        raise ValueError(f'unable to convert "{tokens[0].value}" into int.') from None
 
 
 Integer = Parameter(converter=_convert_integer, n_tokens=1)
