@@ -76,7 +76,7 @@ class TextFile:
 
 def find_files(
     dataset: str,
-    archive: RemoteFile | None,
+    archive: RemoteFile,
     texts: Sequence[TextFile],
     data_dir: Path | None = None,
     progress: Progress = no_progress,
@@ -101,7 +101,6 @@ def find_files(
     found = {text: FileRange(download_file(text.remote, cache_folder(), progress)) for text in texts if text.remote}
     archived = [text for text in texts if text not in found]
     if archived:
-        assert archive is not None
         path = download_file(archive, cache_folder(), progress)
         found |= _texts_in_archive(path, archived, dataset, archive, progress)
     assert found.keys() == set(texts), "the archive lacks a text"
@@ -127,7 +126,7 @@ def _texts_in_archive(
 
 
 def _search(
-    dataset: str, archive: RemoteFile | None, texts: Sequence[TextFile], data_dir: Path, progress: Progress
+    dataset: str, archive: RemoteFile, texts: Sequence[TextFile], data_dir: Path, progress: Progress
 ) -> dict[TextFile, FileRange]:
     """Find texts in `data_dir`, as files or in the distributed archive, and verify their contents."""
 
@@ -146,13 +145,13 @@ def _search(
         if text.digest:
             verify(content, text.digest, content.path)
     missing = [text for text in texts if text not in found]
-    for path in files if archive and missing else ():
-        if archive and path.name == archive.name:
+    for path in files if missing else ():
+        if path.name == archive.name:
             verify(raw_chunks(path), archive.digest, path)
             found |= _texts_in_archive(path, missing, dataset, archive, progress)
     if missing := [text.name for text in texts if text not in found]:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        archive_or = f"{archive.name} or " if archive and len(missing) == len(texts) else ""
+        archive_or = f"{archive.name} or " if len(missing) == len(texts) else ""
         raise UserError(
             f"data_dir={data_dir}: no {archive_or}{names} there for {dataset} (nor with .gz, .bz2 or .xz); name the "
             "folder that contains them, or leave data_dir out to download"

@@ -44,8 +44,8 @@ class NamedDataset(TextSource):
 
     files: Mapping[SplitName, tuple[SplitFile, ...]] = field(default_factory=dict)
     """The files of each split."""
-    archive: RemoteFile | None = None
-    """The archive in which the texts are distributed, or None."""
+    archive: RemoteFile = field(kw_only=True)
+    """The archive in which the texts are distributed."""
     vocab_file: TextFile | None = None
     """Vocabulary file of the default tokenizer, or None if none is distributed."""
 
