@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from typing_extensions import override
 
 from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names
 from transformer_xl.device import autocast, choose_device, set_threads
@@ -80,10 +79,6 @@ class LearningRateResult(Displayed):
     """All short trainings, in order."""
     notes: tuple[str, ...] = ()
     """What makes the proposal less certain than usual."""
-
-    @override
-    def summary(self) -> dict[str, Any]:
-        return {"learning_rate": self.learning_rate, "seconds": self.seconds, "trials": len(self.trials)}
 
 
 @checked_names
