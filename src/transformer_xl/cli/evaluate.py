@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
-from transformer_xl.cli.output import load_run, perplexity_titles, print_json, print_table, say_memory_length
+from transformer_xl.cli.output import load_and_say, perplexity_titles, print_json, print_table, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
@@ -74,7 +74,7 @@ def evaluate(
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
-    loaded = load_run(run, device, checkpoint, int8=int8)
+    loaded = load_and_say(run, device, checkpoint, int8=int8)
     plans = [EvaluationPlan.of_run(loaded, config) for config in configs]
     train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
     say_memory_length(loaded, plans[0])

@@ -50,7 +50,7 @@ _USUAL_TRIALS = 4  # in a round: three, and one more because the best rate was a
 _MAX_TRIALS = 8  # in a round
 _SCORED_FRACTION = 0.25  # segments scored after a training, relative to its steps
 _MIN_SPREAD = 1e-3  # of the losses, relative; rates that differ less are all too small to teach anything
-_LENGTH_EXPONENTS = {"adam": 0.125, "adamw": 0.125, "muon": 0.5}  # see above
+_LENGTH_EXPONENT, _MUON_LENGTH_EXPONENT = 0.125, 0.5  # see above
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,8 @@ class _Search:
                 f"the best rate was the {end} of those tried, so one beyond it may be better; search again with "
                 f"--train.learning-rate {best:.2g}"
             )
-        rate = _lowest_point(losses) * (steps / config.max_steps) ** _LENGTH_EXPONENTS[config.optimizer]
+        exponent = _MUON_LENGTH_EXPONENT if config.optimizer == "muon" else _LENGTH_EXPONENT
+        rate = _lowest_point(losses) * (steps / config.max_steps) ** exponent
         return float(f"{rate:.2g}")
 
     def _round(self, index: int, middle: float, factor: float) -> tuple[int, dict[float, float]]:
