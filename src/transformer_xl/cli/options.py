@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter, Token
+from cyclopts import CoercionError, Parameter, Token, convert
 
 from transformer_xl.config import UserError, whole_number
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def _convert_integer(_: Any, tokens: Sequence[Token]) -> int:
+def _convert_integer(kind: Any, tokens: Sequence[Token]) -> Any:
     """Convert the value of a flag; 1e3 is 1000, and 1.5 is no integer (cyclopts would round it)."""
-    try:
-        return int(whole_number(tokens[0].value))
-    except ValueError:
-        raise ValueError(f'unable to convert "{tokens[0].value}" into int.') from None
+    number = str(whole_number(tokens[0].value))
+    with suppress(CoercionError):  # which does not have the name of the flag
+        if "." not in number:
+            return convert(kind, [number])
+    raise ValueError(f'unable to convert "{tokens[0].value}" into int.')
 
 
 Integer = Parameter(converter=_convert_integer, n_tokens=1)
