@@ -524,7 +524,7 @@ def commands(name: str, work: CaseFolder) -> Entries:
         if isinstance(value, dict | list):
             for part, inner in value.items() if isinstance(value, dict) else ((key, inner) for inner in value):
                 yield from leaves(inner, part)
-        elif key in ("text", "token") or not (isinstance(value, str) or "second" in key or key == "peak_memory_bytes"):
+        elif key in ("text", "token") or not (isinstance(value, str) or "second" in key):
             yield value
 
     lines = printed.stdout.decode().splitlines()

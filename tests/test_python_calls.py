@@ -170,11 +170,8 @@ def shown(run: Run, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) ->
         "scores": score(run, [long[:2000]] * 12),
         "line": next(score(run, "a\nb")[0].lines()),
         "completion": completion,
-        "stream": stream(run, "a"),
         "hidden states": training,
-        "cache": training.layers[0],
         "keys and values": inference,
-        "key cache": inference.layers[0],
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformer_xl.text.documents import Document
 from transformer_xl.text.sources.archives import FileDigest
-from transformer_xl.text.sources.dataset_files import TextFile
+from transformer_xl.text.sources.download import TextFile
 from transformer_xl.text.sources.named_datasets import NamedDataset
 
 

@@ -136,36 +136,28 @@ class ProgressBar:
 
 
 class StageBars:
-    """Progress bars for stages that run one after another; a bar appears once a stage has taken two seconds.
+    """Progress bars for stages that run one after another.
 
     Use it as a context manager, and call it with the name of the stage, the bytes done so far, and their total.
     """
 
-    _SECONDS_BEFORE_BAR = 2.0
-
     def __init__(self) -> None:
-        self._stage, self._start, self._done = "", 0.0, 0
+        self._stage, self._done = "", 0
         self._bar: ProgressBar | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        if self._bar:
+            self._bar.__exit__()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Update the bar of the stage: `done` of `total` bytes are processed."""
-        if stage != self._stage:
-            self._close()
-            self._stage, self._start = stage, time.perf_counter()
-        if self._bar:
-            self._bar.advance(done - self._done)
-        elif time.perf_counter() - self._start >= self._SECONDS_BEFORE_BAR:
+        if self._bar is None or stage != self._stage:
+            self.__exit__()
+            self._stage, self._done = stage, done
             self._bar = ProgressBar(stage, max(total, done), "bytes").__enter__()  # shows the bar
             self._bar.begin_at(done)
+        self._bar.advance(done - self._done)
         self._done = done
-
-    def _close(self) -> None:
-        if self._bar:
-            self._bar.__exit__()
-        self._bar = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensors import assert_same_tensors, copied_tensors, named_gradients
 
-from transformer_xl.baselines.scan import linear_recurrence
+from transformer_xl.baselines.recurrent import linear_recurrence
 
 
 def by_loop(keep_BTD, added_BTD, first_BD):

@@ -15,7 +15,6 @@ from tensors import assert_drawn_from_normal, authors_mean_std
 from transformer_xl.architectures import build_model
 from transformer_xl.config import ShawConfig, UserError
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.model.relative import layer_biases
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -58,7 +57,7 @@ def test_parameters_and_initial_weights():
     torch.manual_seed(0)
     model = build_model(ShawConfig(max_relative_positions=64, d_model=128, n_heads=4, n_layers=2))
     assert_drawn_from_normal(model, authors_mean_std)
-    assert not any(biases.content_NH.any() or biases.position_NH.any() for biases in layer_biases(model))
+    assert not any(biases.content_NH.any() or biases.position_NH.any() for biases in model.layer_biases())
     names = dict(model.named_parameters())
     assert names["layers.1.attention.distance_keys"].shape == (64, 4, 32)
     assert not [name for name in names if "_bias" in name or "r_proj" in name]

@@ -154,7 +154,6 @@ def test_evaluate_prints_the_metrics_of_the_library(folder: Path, run: Run) -> N
     assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
     assert [metrics[name] for name in LENGTHS] == [7, 11, None, None]
     assert (metrics["run"], metrics["split"], metrics["dtype"]) == (str(folder / "run"), "test", "float32")
-    assert metrics["peak_memory_bytes"] > 0
 
 
 def test_every_command_says_which_weights_it_uses(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from transformer_xl.config import (
     TrainConfig,
 )
 from transformer_xl.generation.generation_config import GenerationConfig
+from transformer_xl.text.text_config import TextConfig
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 STUB = Path(transformer_xl.__file__).parent / "config" / "typed_settings.pyi"
 HEAD = '''"""Settings as dictionaries and keyword arguments; written by tests/config/test_typed_settings.py."""
@@ -43,6 +45,12 @@ GROUPS: dict[str, dict[str, list[FieldInfo]]] = {
     "TrainSettings": {name: [field] for name, field in TrainConfig.model_fields.items()},
     "DynamicSettings": {name: [field] for name, field in DynamicConfig.model_fields.items()},
     "EvaluationSettings": {name: [field] for name, field in EvaluationConfig.model_fields.items()},
+    "PrepareSettings": {
+        name: [field]
+        for kind in (TextConfig, TokenizerConfig)
+        for name, field in kind.model_fields.items()
+        if name not in ("kind", "eos_token", "unk_token", "byte_fallback")
+    },
     "GenerationSettings": {name: [field] for name, field in GenerationConfig.model_fields.items()},
 }
 

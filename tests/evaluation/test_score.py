@@ -8,7 +8,6 @@ Shape suffixes: K tokens of a text.
 from __future__ import annotations
 
 import math
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -92,8 +91,6 @@ def test_empty_or_unencodable_texts_are_refused(run_of, tokenizer: Tokenizer, te
 
 def test_position_of_an_encoding_error_counts_from_the_start_of_the_text(run_of, monkeypatch) -> None:
     """Also in a later chunk of a long text: chunks, which are encoded separately, have only 4 bytes in this test."""
-    module = import_module("transformer_xl.evaluation.score")
-    split = module.split_chunks
-    monkeypatch.setattr(module, "split_chunks", lambda tokenizer, content: split(tokenizer, content, size=4))
+    monkeypatch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", 4)
     with pytest.raises(UserError, match=r"a.txt: byte 9: the character 'c'"):
         score(run_of(CharTokenizer("ab", byte_fallback=False)), {"a.txt": "abababab" + "ac"})

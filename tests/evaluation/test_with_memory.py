@@ -24,7 +24,7 @@ from transformer_xl.config import DynamicConfig, EvaluationConfig, UserError, ru
 from transformer_xl.evaluation import evaluate as evaluate_module
 from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
-from transformer_xl.evaluation.with_memory import receptive_field, suggested_batch_size, warmup_length
+from transformer_xl.evaluation.with_memory import receptive_field, warmup_length
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 
@@ -298,16 +298,3 @@ def test_receptive_field_and_warmup(
     assert receptive_field(model, plan) == num_tokens
     assert warmup_length(model, plan) == -(-num_tokens // segment_length) * segment_length
     assert warmup_length(model, replace(plan, warmup_tokens=segment_length + 1)) == 2 * segment_length
-
-
-def test_larger_batch_is_suggested_for_a_long_text_read_as_one_sequence(make_model) -> None:
-    """The warm-up of the 3 layers is 42 tokens: 11 + 2 * 14, in whole segments of 7."""
-    model, plan = make_model(), EvaluationPlan(7, ContextLimits(11))
-    assert warmup_length(model, plan) == 42
-    assert suggested_batch_size(model, plan, 7000) == 16
-    assert suggested_batch_size(model, plan, 6999) is None  # fewer than 1,000 steps
-    assert suggested_batch_size(model, replace(plan, warmup_tokens=1000), 7000) is None  # two sequences of 1,001 extra
-    assert suggested_batch_size(model, replace(plan, warmup_tokens=400), 7000) == 8
-    for given in ({"batch_size": 1}, {"reset_memory": True}, {"method": "dynamic"}):
-        assert suggested_batch_size(model, replace(plan, **given), 7000) is None
-    assert suggested_batch_size(small_model(architecture="lstm"), plan, 7000) is None

@@ -287,15 +287,11 @@ def test_wrong_inputs_are_refused():
         "starts_BT is of type list; give a tensor": lambda: backbone(inputs_BTD, starts_BT=[True]),
         "memory of batch size 3 for inputs of batch size 2": lambda: backbone(inputs_BTD, backbone.initial_memory(3)),
         "made by another model": lambda: backbone(inputs_BTD, make_backbone(n_layers=3).initial_memory(2)),
-        r"'hidden': \(2, 2, 5, 14\), .* for a memory of .*\(2, 2, 4, 14\), .*; begin with an empty memory": lambda: (
-            memory.with_stacked(backbone.initial_memory(2, ContextLimits(5)).stacked())
+        "another shape than this model, batch size and memory length": lambda: memory.with_stacked(
+            backbone.initial_memory(2, ContextLimits(5)).stacked()
         ),
-        r"'hidden': \(3, 2, 4, 14\), .* for a memory": lambda: memory.with_stacked(
-            backbone.initial_memory(3).stacked()
-        ),
-        r"of shapes {'hidden': \(2, 2, 4, 14\)} for": lambda: memory.with_stacked(
-            {"hidden": memory.stacked()["hidden"]}
-        ),
+        "another shape than this model": lambda: memory.with_stacked(backbone.initial_memory(3).stacked()),
+        "the saved memory has another shape": lambda: memory.with_stacked({"hidden": memory.stacked()["hidden"]}),
         "give the settings of the backbone": lambda: Backbone(TransformerXLConfig()),
         "d_model 14 is not divisible by n_heads 4": lambda: BackboneConfig(d_model=14, n_heads=4),
         "unknown setting 'vocab_size'": lambda: BackboneConfig(vocab_size=3),

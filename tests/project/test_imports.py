@@ -181,15 +181,3 @@ def test_public_names_can_be_imported() -> None:
         assert name == "ModelConfig" or value.__name__ == name  # ModelConfig is a union, which has no name
     with pytest.raises(AttributeError, match="module 'transformer_xl' has no attribute 'Transformer'"):
         _ = transformer_xl.Transformer
-
-
-def test_type_checkers_see_the_same_public_names_as_the_interpreter() -> None:
-    """`_MODULES`, which lists the module of each name, equals the imports under TYPE_CHECKING."""
-    tree = ast.parse((SRC / "__init__.py").read_text(encoding="utf-8"))
-    homes = {
-        alias.name: (node.module or "").removeprefix("transformer_xl.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_xl.")
-        for alias in node.names
-    }
-    assert homes == transformer_xl._MODULES

@@ -17,11 +17,11 @@ from training_runs import MODEL, TRAIN, StopAt, StopInValidation, letters_corpus
 
 from transformer_xl import Corpus, EvaluationConfig, UserError, evaluate, generate, load, resume, save, score
 from transformer_xl import train as train_run
-from transformer_xl.evaluation import memory_lengths
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.generation.generate import memory_plan
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.training import memory_length_choice
 
 OPTIONS: dict[str, Any] = {"model": MODEL, "device": "cpu", "progress": False}
 # 64 steps of 64 tokens; 1 token in 64 of them is 64, which the longest of 8 tokens fits into 8 times
@@ -39,8 +39,8 @@ def path(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, for which a memory of 4 was chosen."""
     path = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_lengths, "choose_length", lambda *_: 4)
-        patch.setattr(memory_lengths, "is_worse", lambda *_: False)
+        patch.setattr(memory_length_choice, "choose_length", lambda *_: 4)
+        patch.setattr(memory_length_choice, "is_worse", lambda *_: False)
         train_run(None, corpus, path, train=SETTINGS, **OPTIONS)
     return path
 
@@ -54,7 +54,7 @@ def test_measured_losses_are_those_of_evaluation(path: Path) -> None:
         assert evaluate(run, "valid", memory_length=length, max_tokens=64).nats_per_token == nats
     assert len(set(measured.nats_per_token.values())) == 4
     dynamic = replace(run, config=run.config.model_copy(update={"evaluation": EvaluationConfig(method="dynamic")}))
-    again = memory_lengths.measure_memory_lengths(dynamic, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
+    again = memory_length_choice.measure_memory_lengths(dynamic, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
     assert again.nats_per_token.items() <= measured.nats_per_token.items()  # perhaps without the longest
 
 
@@ -145,14 +145,14 @@ def test_stopped_and_resumed_runs_are_measured(corpus: Corpus, tmp_path: Path) -
 def test_interrupted_measurement_leaves_the_run_as_it_is(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = memory_lengths.stream_losses
+    stream = memory_length_choice.stream_losses
 
     def interrupted(model: Any, text: TokenizedText, plan: EvaluationPlan, progress: Any) -> Any:
         if plan.context_limits.memory_length == 1:  # the first: a second signal would end the process
             signal.raise_signal(signal.SIGINT)
         yield from stream(model, text, plan, progress)
 
-    monkeypatch.setattr(memory_lengths, "stream_losses", interrupted)
+    monkeypatch.setattr(memory_length_choice, "stream_losses", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train_run(None, corpus, tmp_path / "run", train=SETTINGS, **OPTIONS)
     run = load(tmp_path / "run", device="cpu")
@@ -166,7 +166,7 @@ def test_failed_measurement_is_no_failure_of_training(
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(memory_lengths, "stream_losses", fails)
+    monkeypatch.setattr(memory_length_choice, "stream_losses", fails)
     result = train_run(None, corpus, tmp_path / "run", train=SETTINGS, **OPTIONS | {"progress": True})
     assert (result.finished, result.run.memory_lengths) == (True, None)
     assert "uses the memory length of training, because measuring others failed: no room" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_harmful_lengths_end_the_measurement_and_are_not_chosen(
 ) -> None:
     """The loss of each token is raised by 1% of the number of slots beyond the trained 2."""
     run = load(path, device="cpu")
-    stream = memory_lengths.stream_losses
+    stream = memory_length_choice.stream_losses
 
     def worse_beyond_training(model: Any, text: TokenizedText, plan: EvaluationPlan, progress: Any = None) -> Any:
         beyond = max(0, plan.context_limits.memory_length - 2)
@@ -193,6 +193,6 @@ def test_harmful_lengths_end_the_measurement_and_are_not_chosen(
         for losses in stream(model, text, trained, progress):
             yield replace(losses, nats_K=losses.nats_K * (1 + 0.01 * beyond))
 
-    monkeypatch.setattr(memory_lengths, "stream_losses", worse_beyond_training)
-    measured = memory_lengths.measure_memory_lengths(run, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
+    monkeypatch.setattr(memory_length_choice, "stream_losses", worse_beyond_training)
+    measured = memory_length_choice.measure_memory_lengths(run, run.open_corpus().split("valid"), 64, [1, 2, 4, 8])
     assert (measured.chosen, list(measured.nats_per_token)) == (2, [1, 2, 4])

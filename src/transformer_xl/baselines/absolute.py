@@ -189,7 +189,9 @@ class AbsoluteTransformer(LanguageModel):
         return torch.cat(parts_BTD, dim=1), memory
 
     @override
-    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+    def run_layers(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
         num_new = x_BTD.shape[1]
         self.config.check_context_limits(segment_length=num_new)
         index_T = torch.arange(num_new, device=x_BTD.device)
@@ -211,12 +213,10 @@ class AbsoluteTransformer(LanguageModel):
         return states_BTD, memory.advance((), num_new, lengths_B)
 
     @override
-    def training_losses(
-        self, tokens_BT: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
-    ) -> tuple[Tensor, Tensor, Memory]:
-        states_BTD, losses_BT, auxiliary_BT, memory = self._losses(tokens_BT, targets_BT, memory)
-        num_layers = len(self.layers)
-        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT").to(losses_BT.device)
+    def add_auxiliary_losses(
+        self, auxiliary_BT: Tensor, states_BTD: list[Tensor], targets_BT: Tensor, progress: float
+    ) -> Tensor:
+        num_layers, targets_BT = len(self.layers), targets_BT.to(auxiliary_BT.device)
         for number, hidden_BTD in enumerate(states_BTD[1:], start=1):
             if number < num_layers:
                 hidden_BTD = self.output_dropout(self.final_norm(hidden_BTD))
@@ -225,7 +225,7 @@ class AbsoluteTransformer(LanguageModel):
             for heads, weight, offset in ((self.next_heads, 1.0, 0), (self.second_heads, _SECOND_TARGET_WEIGHT, 1)):
                 if str(number) in heads:
                     auxiliary_BT = auxiliary_BT + weight * _loss(heads[str(number)], hidden_BTD, targets_BT, offset)
-        return losses_BT, auxiliary_BT, memory
+        return auxiliary_BT
 
 
 def _attention_mask(position_BT: Tensor, window: int | None, *, padded: bool) -> Tensor | None:

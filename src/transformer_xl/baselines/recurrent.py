@@ -10,8 +10,8 @@ qrnn_kernel_size 1 on the current one, with 2 also on the previous one:
     z, f, o = gates(W [x_(t-1) ; x_t] + b)        c_t = f * c_(t-1) + (1 - f) * z     h_t = o * c_t
 
 z is a tanh, the other gates are sigmoids. A QRNN computes its gates for all positions at once, and then c_t, a linear
-recurrence, without a loop over positions (`scan.py`). Zoneout (Krueger et al. 2017) sets random elements of f to 1 in
-training.
+recurrence, without a loop over positions (`linear_recurrence`). Zoneout (Krueger et al. 2017) sets random elements of f
+to 1 in training.
 
 Where we differ: an LSTM has one bias where torch has two, of which only the sum matters; forget gates start with bias
 1, so that a new model remembers. Dropout is applied to the embedding and to the output of every layer. There is no
@@ -26,14 +26,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from transformer_xl.baselines.scan import linear_recurrence
 from transformer_xl.config import QRNNConfig, RecurrentConfig
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
@@ -213,7 +213,9 @@ class RecurrentModel(LanguageModel):
         return Memory[RecurrentCache].empty(caches, batch_size, limits, like.device, num_recent=self.num_recent)
 
     @override
-    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+    def run_layers(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
         states_BTD = [self.input_dropout(x_BTD)]
         caches: list[RecurrentCache] = []
         for layer, cache in zip(self.layers, memory.layers, strict=True):
@@ -224,3 +226,55 @@ class RecurrentModel(LanguageModel):
             caches.append(RecurrentCache(state_BXD.detach().to(cache.state_BXD.dtype)))
         # with memory_length 0, the next segment starts from the empty states of this memory too
         return states_BTD, memory.advance(caches if memory.length else memory.layers, x_BTD.shape[1], lengths_B)
+
+
+def linear_recurrence(keep_BTD: Tensor, added_BTD: Tensor, first_BD: Tensor) -> Tensor:
+    """Return all states c_1 ... c_T, shape (B, T, D), of c_t = keep_t c_(t-1) + added_t, without a loop over the steps.
+
+    The method is doubling (Hillis & Steele 1986): s steps together are again c_t = keep c_(t-s) + added. If this keep
+    and added are known for the s steps up to each position, combining those of two neighbouring ranges gives them for
+    2 s steps. So T steps take log2(T) operations on whole tensors. Without divisions and logarithms, products of
+    numbers below 1 become small but never overflow, however long the text is. The gradient is the same kind of
+    recurrence, from the last position to the first.
+
+    Args:
+        keep_BTD: keep_1 ... keep_T, in float32 or float64, because rounding errors add up.
+        added_BTD: added_1 ... added_T.
+        first_BD: c_0.
+    """
+    return _Recurrence.apply(keep_BTD, added_BTD, first_BD)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, keep_BTD: Tensor, added_BTD: Tensor, first_BD: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
+        states_BTD = added_BTD.clone()
+        states_BTD[:, 0] += keep_BTD[:, 0] * first_BD
+        _scan(keep_BTD.clone(), states_BTD)
+        ctx.save_for_backward(keep_BTD, states_BTD, first_BD)
+        return states_BTD
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keep_BTD, states_BTD, first_BD = ctx.saved_tensors
+        # d_t = (incoming gradient of c_t) + keep_(t+1) d_(t+1): the same recurrence in reverse
+        dstates_BTD = grad_outputs[0].flip(1)
+        _scan(keep_BTD.flip(1).roll(1, 1), dstates_BTD)
+        dstates_BTD = dstates_BTD.flip(1)
+        previous_BTD = torch.cat([first_BD[:, None], states_BTD[:, :-1]], dim=1)
+        return dstates_BTD * previous_BTD, dstates_BTD, dstates_BTD[:, 0] * keep_BTD[:, 0]
+
+
+def _scan(keep_BTD: Tensor, states_BTD: Tensor) -> None:
+    """Turn what is added at each step into states, in place; overwrites `keep_BTD`, whose first step is not used."""
+    num_combined, num_steps = 1, states_BTD.shape[1]
+    while num_combined < num_steps:
+        later_BTD, earlier_BTD = keep_BTD[:, num_combined:], keep_BTD[:, :-num_combined]
+        states_BTD[:, num_combined:] += later_BTD * states_BTD[:, :-num_combined]
+        keep_BTD[:, num_combined:] = later_BTD * earlier_BTD
+        num_combined *= 2

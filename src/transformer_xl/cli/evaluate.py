@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
-from transformer_xl.cli.output import load_run, perplexity_titles, print_json, print_table, say_memory_length
+from transformer_xl.cli.output import load_and_say, perplexity_titles, print_json, print_table, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
@@ -68,27 +68,19 @@ def evaluate(
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.evaluation.with_memory import suggested_batch_size
     from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
-    loaded = load_run(run, device, checkpoint, int8=int8)
+    loaded = load_and_say(run, device, checkpoint, int8=int8)
     plans = [EvaluationPlan.of_run(loaded, config) for config in configs]
     train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
     say_memory_length(loaded, plans[0])
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         note(warning)
     num_tokens = min(text.num_tokens, max_tokens or text.num_tokens)
-    suggested = [size for plan in plans if (size := suggested_batch_size(loaded.model, plan, num_tokens))]
-    if suggested:
-        size = min(suggested)
-        note(
-            f"the text is read as one sequence, which is slow; --batch-size {size} reads {size} parts side by "
-            "side, with the same result"
-        )
     results: list[dict[str, Any]] = []
     for config, plan in zip(configs, plans, strict=True):
         window = plan.context_limits.attention_window
@@ -105,9 +97,7 @@ def evaluate(
             )
         results.append(result.as_dict())
     if json:
-        from transformer_xl.device import peak_memory_bytes
-
-        head = {"run": str(run), **loaded.weights_values, "split": split, "peak_memory_bytes": peak_memory_bytes()}
+        head = {"run": str(run), **loaded.weights_values, "split": split}
         print_json({**head, "sweep": results} if sweep_memory_length or sweep_attention_window else head | results[0])
     else:
         _print_results(f"{run}, {split}", results, folder.tokenizer)

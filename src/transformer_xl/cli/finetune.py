@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,8 +9,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import print_json
-from transformer_xl.cli.train import print_result, result_values
+from transformer_xl.cli.train import print_result
 
 
 def finetune(
@@ -74,10 +71,4 @@ def finetune(
     options |= {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
     options["lora_targets"] = () if lora_targets is None else lora_targets.split(",")
     result = training.finetune(base, corpus, run, **options)
-    if result.rank == 0:
-        if json:
-            losses = [asdict(loss) for loss in result.losses]  # also those of a stopped run: none
-            print_json({**result_values(result), "kept_tokens": result.kept_tokens, "losses": losses})
-        else:
-            print_result(result, as_json=False)
-    return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
+    return print_result(result, as_json=json)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Json
-from transformer_xl.cli.output import load_run, print_json, say_memory_length, say_unknown
+from transformer_xl.cli.output import load_and_say, print_json, say_memory_length, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.generation.generation_config import GenerationConfig
 from transformer_xl.progress import note, say
@@ -86,7 +86,7 @@ def generate(
 
     from transformer_xl.generation.generate import memory_plan
 
-    loaded = load_run(run, device_options.choose(), checkpoint, int8=int8)
+    loaded = load_and_say(run, device_options.choose(), checkpoint, int8=int8)
     if out is not None:
         _write_midi(run, loaded, prompt_file, config, out, json=json)
         return

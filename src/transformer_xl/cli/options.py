@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 def _convert_integer(kind: Any, tokens: Sequence[Token]) -> Any:
     """Convert the value of a flag; 1e3 is 1000, and 1.5 is no integer (cyclopts would round it)."""
     number = str(whole_number(tokens[0].value))
-    is_whole = "." not in number or re.fullmatch(r"[0-9]+\.0*", number)
-    try:
-        if is_whole:
+    with suppress(CoercionError):  # which does not have the name of the flag
+        if "." not in number:
             return convert(kind, [number])
-    except CoercionError:  # which does not have the name of the flag
-        pass
     raise ValueError(f'unable to convert "{tokens[0].value}" into int.')
 
 

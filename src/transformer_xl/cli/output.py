@@ -92,7 +92,7 @@ def say_weights(weights: ChosenWeights | None, model: str = "") -> None:
         (note if line.startswith(NOTE) else say)(line.removeprefix(NOTE))
 
 
-def load_run(path: Path, device: torch.device, checkpoint: CheckpointName, *, int8: bool = False) -> Run:
+def load_and_say(path: Path, device: torch.device, checkpoint: CheckpointName, *, int8: bool = False) -> Run:
     """Load a run, and print which of its weights are used."""
     from transformer_xl.run import load
 

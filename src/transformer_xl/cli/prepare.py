@@ -57,12 +57,10 @@ def prepare(
 
     start, workers = time.perf_counter(), num_cores() if num_workers is None else num_workers
     given = given_settings(text=text, tokenizer=settings)
-    options: dict[str, Any] = {**given.get("text", {}), **given.get("tokenizer", {})}
-    options |= {"tokenizer": tokenizer, "data_dir": data_dir}
+    options: dict[str, Any] = {"train": train, "valid": valid, "test": test, "tokenizer": tokenizer}
+    options |= {"data_dir": data_dir, **given.get("text", {}), **given.get("tokenizer", {})}
     with StageBars() as bars:
-        corpus = prepare_corpus(
-            sources, out, train=train, valid=valid, test=test, **options, num_workers=workers, progress=bars
-        )
+        corpus = prepare_corpus(sources, out, **options, num_workers=workers, progress=bars)
     _print_corpus(corpus, time.perf_counter() - start, as_json=json)
     for line in corpus.notes:
         note(line)

@@ -19,7 +19,7 @@ from transformer_xl.cli.flags import ScoreFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, NO_WORD_OPTIONS, DeviceFlags, JsonLines, WordFlags, WordOptions
 from transformer_xl.cli.output import (
     check_outputs,
-    load_run,
+    load_and_say,
     perplexity_titles,
     print_json,
     print_table,
@@ -88,7 +88,7 @@ def score(
 
         items = read_all_items(contents, word_options)
     device = device_options.choose()
-    loaded = load_run(run, device, checkpoint)
+    loaded = load_and_say(run, device, checkpoint)
     if per == "word":
         from transformer_xl.apps.surprisal.command import score_words
 

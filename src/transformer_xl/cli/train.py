@@ -84,9 +84,7 @@ def train(
         raise UserError(f"model.{setting} cannot change within a run; start a new one with --run DIR")
     else:
         result = training.resume(resume, corpus, from_step=from_step, base=base, **options)
-    if result.rank == 0:
-        print_result(result, as_json=json)
-    return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
+    return print_result(result, as_json=json)
 
 
 def _given_corpus(corpus: Path | None) -> Path:
@@ -134,26 +132,38 @@ def _find_rate(
     print(f"next: {command}")
 
 
-def print_result(result: TrainResult, *, as_json: bool) -> None:
-    """Print what a training ended with, and what to type next."""
+def print_result(result: TrainResult, *, as_json: bool) -> int:
+    """Print what a training ended with and what to type next, and return the exit status."""
     from transformer_xl.evaluation.metrics import exp_nats
     from transformer_xl.run_folder import RunFolder
 
-    best = result.best_nats_per_token
+    status = 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
+    if result.rank != 0:
+        return status
+    best, folder = result.best_nats_per_token, RunFolder.open(result.path)
+    weights, losses = folder.choose_weights(), [asdict(loss) for loss in result.losses]
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
-        say_weights(RunFolder.open(result.path).choose_weights())
+        say_weights(weights)
     if as_json:
-        print_json(result_values(result))
+        facts = {
+            "run": str(result.path),
+            "finished": result.finished,
+            "step": result.step,
+            "max_steps": result.max_steps,
+            "best_valid_nats_per_token": best,
+            **weights.as_dict(),
+            "seconds": result.seconds,
+        }
+        finetune = folder.config.finetune
+        print_json(facts if finetune is None else {**facts, "losses": losses, "kept_tokens": finetune.kept_tokens})
     elif result.finished:
         _print_losses(result)
-        valid = (
-            f", best validation loss {best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})"
-            if best
-            else ""
-        )
+        found = f"{best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})" if best else ""
+        valid = f", best validation loss {found}" if best else ""
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
         print(f"next: txl evaluate {quoted(result.path)}")
+    return status
 
 
 def _print_losses(result: TrainResult) -> None:
@@ -170,19 +180,3 @@ def _print_losses(result: TrainResult) -> None:
     ]
     if rows:
         print_table("nats per token", ["text", "tokens", "before", "after", "change"], rows)
-
-
-def result_values(result: TrainResult) -> dict[str, Any]:
-    """Return the result of a training by name, for JSON."""
-    from transformer_xl.run_folder import RunFolder
-
-    return {
-        "run": str(result.path),
-        "finished": result.finished,
-        "step": result.step,
-        "max_steps": result.max_steps,
-        "best_valid_nats_per_token": result.best_nats_per_token,
-        **RunFolder.open(result.path).choose_weights().as_dict(),
-        "seconds": result.seconds,
-        **({"losses": [asdict(loss) for loss in result.losses]} if result.losses else {}),
-    }

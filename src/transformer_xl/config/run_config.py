@@ -185,8 +185,11 @@ class RunConfig(Settings):
         return self.model_copy(update={"train": train, "history": self.history[:-1]})
 
 
-class _RecipeNotes(Settings):
-    """What a recipe says about its settings; all of it is optional and for readers."""
+class Recipe(Settings):
+    """A set of settings, with its published and measured results; a group has only the settings that are stated.
+
+    All but the groups is for readers, and optional.
+    """
 
     title: str = ""
     source: str = ""
@@ -208,22 +211,9 @@ class _RecipeNotes(Settings):
     bytes_per_step: float | None = None
     """Device memory in bytes that one training step in float32 needs: weights, gradients, Adam's state, activations and
     the model's memory."""
-
-
-class Recipe(_RecipeNotes):
-    """A set of settings, with its published and measured results; a group has only the settings that are stated."""
-
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     evaluation: dict[str, Any] = Field(default_factory=dict)
-
-
-class _CheckedRecipe(_RecipeNotes):
-    """A recipe whose settings are checked, so that all errors of a file are found together."""
-
-    model: ModelConfig = TransformerXLConfig()
-    train: TrainConfig = TrainConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
 
 
 def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -331,7 +321,6 @@ def load_recipe(name: str) -> Recipe:
                 settings["model"].pop(setting, None)
         values = {"title": f"settings of the run {name}", "source": name, **settings}
     values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
-    check_settings(_CheckedRecipe, values, f"recipe {name}")
     recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe

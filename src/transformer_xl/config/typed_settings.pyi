@@ -111,6 +111,22 @@ class EvaluationSettings(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16"]
     dynamic: DynamicSettings | DynamicConfig
 
+class PrepareSettings(TypedDict, total=False):
+    valid_fraction: float
+    test_fraction: float
+    split_method: Literal["random", "end"]
+    seed: int
+    include: Sequence[str]
+    exclude: Sequence[str]
+    encoding: str
+    document_unit: Literal["file", "line"] | None
+    vocab_size: int | None
+    min_frequency: int
+    lowercase: bool
+    split_punctuation: bool
+    add_eos: bool
+    vocab_file: str | None
+
 class GenerationSettings(TypedDict, total=False):
     max_new_tokens: int | None
     min_new_tokens: int

@@ -21,8 +21,9 @@ from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order,
 from transformer_xl.evaluation.metrics import Sums, count
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run import Run, check_run
+from transformer_xl.text.documents import Document, text_chunks
 from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
+from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings
@@ -182,12 +183,10 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
     Raises:
         UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.
     """
-    chunks, offset = [np.zeros(0, dtype=token_dtype(tokenizer.vocab_size))], 0
-    with document_errors(name):
-        for chunk in split_chunks(tokenizer, [content]):
-            with document_errors(name, offset):
-                chunks.append(tokenizer.encode_chunk(chunk).ids)
-            offset += len(chunk)
+    chunks = [np.zeros(0, dtype=token_dtype(tokenizer.vocab_size))]
+    for chunk in text_chunks(tokenizer, [Document(name, [content])]):
+        with document_errors(name, chunk.position):
+            chunks.append(tokenizer.encode_chunk(chunk.text).ids)
     ids_K = np.concatenate(chunks)
     if not len(ids_K):
         raise UserError(f"{name}: the text is empty; give one with at least one token")

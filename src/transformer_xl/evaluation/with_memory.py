@@ -29,8 +29,6 @@ from transformer_xl.inference import TokenModel, require_reading_memory
 from transformer_xl.reader import Reader
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
-_MIN_SLOW_STEPS = 1000  # with fewer steps, a single sequence is fast enough
-_MAX_SUGGESTED_BATCH = 16  # larger batches take more memory and gain little
 _KEYS_PER_STEP = 4096  # keys of all sequences of a batch: enough to keep the device busy
 
 
@@ -78,24 +76,6 @@ def warmup_length(model: TokenModel, plan: EvaluationPlan) -> int | None:
     """
     needed = receptive_field(model, plan) if plan.warmup_tokens is None else plan.warmup_tokens
     return None if needed is None else _round_up(needed, plan.segment_length)
-
-
-def suggested_batch_size(model: TokenModel, plan: EvaluationPlan, num_tokens: int) -> int | None:
-    """Return a batch size with which the same losses of a long text take far fewer steps, or None.
-
-    Each sequence reads its warm-up too, so the batch size is one with which that is at most half of the text.
-
-    Args:
-        model: the model.
-        plan: the plan; only one that reads a single sequence gets a suggestion.
-        num_tokens: number of tokens to score.
-    """
-    warmup = warmup_length(model, plan)
-    is_single = plan.method == "memory" and plan.batch_size is None and not plan.reset_memory
-    if not is_single or warmup is None or num_tokens < _MIN_SLOW_STEPS * plan.segment_length:
-        return None
-    largest = min(_MAX_SUGGESTED_BATCH, num_tokens // (2 * max(1, warmup)))
-    return 2 ** (largest.bit_length() - 1) if largest >= 4 else None
 
 
 def _round_up(length: int, unit: int) -> int:

@@ -21,7 +21,6 @@ import torch
 from typing_extensions import TypeIs, Unpack, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
-from transformer_xl.display import Displayed
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
@@ -150,15 +149,11 @@ def stream(
 
 
 @dataclass(eq=False, repr=False)
-class GenerationStream(Displayed, Iterator[str]):
+class GenerationStream(Iterator[str]):
     """A text while it is generated, made by `stream`. A character appears once all its bytes are known."""
 
     _builder: CompletionBuilder
     _generator: BatchGenerator
-
-    @override
-    def summary(self) -> dict[str, Any]:
-        return {"num_tokens": self.num_tokens, "finish_reason": self.finish_reason}
 
     @override
     def __next__(self) -> str:

@@ -25,7 +25,6 @@ from transformer_xl.inference.decode import DecodeTables, decode_tables
 from transformer_xl.model.backbone import Backbone
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.model.relative import attention_context, layer_biases
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
@@ -89,7 +88,7 @@ class InferenceModel:
             if not self._tables.accept(x_BTD, memory):
                 states_BTD, memory = model.run_layers(x_BTD, memory)
                 return states_BTD[-1], memory
-            states_BTD, caches = self._tables.decode(x_BTD, memory, attention_context(model, x_BTD, memory))
+            states_BTD, caches = self._tables.decode(x_BTD, memory, model.attention_context(x_BTD, memory))
             return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
 
     def hidden_states(
@@ -200,4 +199,4 @@ def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables
         return None
     if choose(model.attn_implementation or "auto", model.device, dtype).attend is not native_kernel.attend:
         return None
-    return decode_tables(model.layers, layer_biases(model), dtype)
+    return decode_tables(model.layers, model.layer_biases(), dtype)

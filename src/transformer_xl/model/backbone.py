@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BackboneConfig, UserError, check_type
-from transformer_xl.model import relative
-from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
+from transformer_xl.model.attention import RelativeAttention
 from transformer_xl.model.gate import GRUGate
 from transformer_xl.model.memory import ContextLimits, Memory, last_starts
-from transformer_xl.model.model_with_memory import ModelWithMemory, init_weights
+from transformer_xl.model.model_with_memory import init_weights
+from transformer_xl.model.relative import RelativeModel
 from transformer_xl.model.transformer_xl import run_layers
 from transformer_xl.ops.dropout import FastDropout
 
 
-class Backbone(ModelWithMemory):
+class Backbone(RelativeModel):
     """An input projection if the inputs have a width of their own, and L layers with memory."""
 
     config: BackboneConfig  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -47,12 +47,7 @@ class Backbone(ModelWithMemory):
         self.context_limits = ContextLimits(memory_length, config.attention_window, config.clamp_length)
         self.input_dropout = FastDropout(config.dropout, variational=config.regularization.variational_dropout)
         self.input_proj = nn.Identity() if config.d_input is None else nn.Linear(config.d_input, config.d_model)
-        self.attn_implementation = relative.check_kernel(config)
-        self.cache_shapes = relative.cache_shapes(config)
-        self.content_bias = relative.make_bias(config)
-        self.position_bias = relative.make_bias(config)
-        self.layers = nn.ModuleList(Layer(config, RelativeAttention) for _ in range(config.n_layers))
-        self.final_norm = make_final_norm(config)
+        self.make_layers(RelativeAttention)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -68,7 +63,7 @@ class Backbone(ModelWithMemory):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
             if isinstance(module, GRUGate):
                 nn.init.constant_(module.bias, module.initial_bias)
-        relative.init_biases(self.content_bias, self.position_bias)
+        self.init_biases()
         if isinstance(self.input_proj, nn.Linear):
             self.input_proj.reset_parameters()
 
@@ -115,10 +110,6 @@ class Backbone(ModelWithMemory):
     def run_layers(self, x_BTD: Tensor, memory: Memory, starts_BT: Tensor | None = None) -> tuple[list[Tensor], Memory]:
         """Return the inputs of all layers and the last hidden states, and the next memory."""
         return run_layers(self, x_BTD, memory, last_start_BT=None if starts_BT is None else last_starts(starts_BT))
-
-    @override
-    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        return relative.initial_memory(self, batch_size, context_limits)
 
     @property
     @override

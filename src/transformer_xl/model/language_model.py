@@ -141,27 +141,29 @@ class LanguageModel(ModelWithMemory):
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B, visible_BT)
         assert visible_BT is None or self.limits_visible
-        limits = {} if visible_BT is None else {"visible_BT": visible_BT}
-        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, **limits)
+        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, visible_BT)
         return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
 
     @abstractmethod
-    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+    def run_layers(
+        self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
         """Return the results of `hidden_states`, the last hidden states before their dropout.
 
         Args:
             x_BTD: the embedded tokens, without dropout.
             memory: the memory of the tokens before them.
             lengths_B: as for `forward`.
+            visible_BT: as for `forward`; None where `limits_visible` is false.
         """
 
     def training_losses(
-        self, tokens_BT: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
+        self, tokens_BX: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of one training step.
 
         Args:
-            tokens_BT: as for `forward`; there may be more tokens than targets, those of an extended context (B, X).
+            tokens_BX: as for `forward`; there may be more tokens than targets, those of an extended context (B, X).
             targets_BT: as for `nats`; targets of the last T tokens.
             memory: as for `forward`.
             progress: fraction of the training steps that are done, from 0 to 1.
@@ -170,23 +172,29 @@ class LanguageModel(ModelWithMemory):
             losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are added to the training loss
             but not reported, and are zero if the model has none; and the next memory.
         """
-        _, losses_BT, auxiliary_BT, memory = self._losses(tokens_BT, targets_BT, memory)
-        return losses_BT, auxiliary_BT, memory
-
-    def _losses(
-        self, tokens_BX: TokenIds, targets_BT: TokenIds, memory: Memory
-    ) -> tuple[list[Tensor], Tensor, Tensor, Memory]:
-        """Return the hidden states of all layers at the targets, and the results of `training_losses`."""
         targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
-        x_BXD, memory = self.embed(tokens_BX, memory, None, None)
-        states_BTD, memory = self.run_layers(x_BXD, memory, None)
+        x_BXD, memory = self.embed(tokens_BX, memory)
+        states_BTD, memory = self.run_layers(x_BXD, memory)
         if x_BXD.shape[1] > targets_BT.shape[1]:
             states_BTD = [state_BXD[:, -targets_BT.shape[1] :] for state_BXD in states_BTD]
         penalties_BT = self._activation_penalties(states_BTD[-1])
         states_BTD[-1] = self.output_dropout(states_BTD[-1])
         losses_BT = self.nats(states_BTD[-1], targets_BT)
         auxiliary_BT = torch.zeros_like(losses_BT) if penalties_BT is None else penalties_BT.to(losses_BT.dtype)
-        return states_BTD, losses_BT, auxiliary_BT, memory
+        return losses_BT, self.add_auxiliary_losses(auxiliary_BT, states_BTD, targets_BT, progress), memory
+
+    def add_auxiliary_losses(
+        self, auxiliary_BT: Tensor, states_BTD: list[Tensor], targets_BT: Tensor, progress: float
+    ) -> Tensor:
+        """Return the auxiliary losses with those of this architecture: none, unless a class overrides this.
+
+        Args:
+            auxiliary_BT: the other auxiliary losses.
+            states_BTD: hidden states of all layers at the targets, as by `hidden_states`.
+            targets_BT: as for `training_losses`.
+            progress: as for `training_losses`.
+        """
+        return auxiliary_BT
 
     def _activation_penalties(self, hidden_BTD: Tensor) -> Tensor | None:
         """Return the penalties of large and of changing hidden states, whose mean is added to the loss, or None.

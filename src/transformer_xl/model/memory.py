@@ -58,7 +58,7 @@ class ContextLimits:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerCache(Displayed):
+class LayerCache:
     """The tensors that one layer caches of earlier tokens: batch first, without gradient, never changed in place.
 
     The fields of a subclass are its tensors, unless it overrides `tensors` and `with_tensors`.
@@ -79,10 +79,6 @@ class LayerCache(Displayed):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
-
-    @override
-    def summary(self) -> dict[str, Any]:
-        return {**self.tensors()}
 
     def resized(self, length: int) -> Self:
         """Return the cache with `length` slots: zeros are added in front, or the oldest slots are dropped."""
@@ -173,7 +169,7 @@ class Memory(Displayed, Generic[Cache]):
             "filled": self.valid_B.tolist(),
             "tokens_read": self.position_B.tolist(),
             "layers": len(self.layers),
-            **(self.layers[0].summary() if self.layers else {}),
+            **(self.layers[0].tensors() if self.layers else {}),
             "device": str(self.valid_B.device),
         }
 
@@ -374,17 +370,9 @@ class HiddenMemory(Memory[HiddenCache]):
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        wanted, given = (
-            {name: tuple(getattr(tensor, "shape", ())) for name, tensor in values.items()}
-            for values in (self.stacked(), tensors)
-        )
-        if wanted != given:
-            raise UserError(
-                f"tensors of shapes {given} for a memory of {wanted}; begin with an empty memory of the same batch "
-                "size and memory_length"
-            )
+        others = {name: tensor for name, tensor in tensors.items() if name != "hidden"}
         hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(tensors["hidden"].unbind(1))}
-        return self.with_tensors({**hidden, "valid": tensors["valid"], "position": tensors["position"]})
+        return self.with_tensors({**hidden, **others})
 
 
 def last_starts(starts_BT: Tensor) -> Tensor:

@@ -28,11 +28,6 @@ class ModelWithMemory(nn.Module, ABC):
     """The limits of a new memory if none are passed."""
     input_dropout: FastDropout
     """Dropout of the inputs of the first layer."""
-    content_bias: nn.Parameter | None
-    position_bias: nn.Parameter | None
-    """Of relative attention: learned biases, which the layers share in turn, or None."""
-    final_norm: nn.Module
-    """LayerNorm after the last layer, or an identity."""
     attn_implementation: str | None = None
     """The attention kernel, or `auto`; None for a model without one. Training puts the kernel that a run began with in
     place of `auto`."""

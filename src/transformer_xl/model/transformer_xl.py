@@ -24,21 +24,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
-from transformer_xl.model import relative
-from transformer_xl.model.attention import Layer, RelativeAttention, make_final_norm
+from transformer_xl.model.attention import Layer, RelativeAttention
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
-from transformer_xl.model.model_with_memory import ModelWithMemory
+from transformer_xl.model.memory import LayerCache, Memory
+from transformer_xl.model.relative import RelativeModel
 from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.ops.kernels import AttentionTerms, reference
 
 
 def run_layers(
-    model: ModelWithMemory,
+    model: RelativeModel,
     x_BTD: Tensor,
     memory: Memory,
     *,
@@ -57,12 +56,10 @@ def run_layers(
         last_start_BT: index of the token that starts the episode of each token, below 0 if that is before them.
     """
     x_BTD = model.input_dropout(x_BTD)
-    context = relative.attention_context(
-        model, x_BTD, memory, lengths_B, visible_BT=visible_BT, last_start_BT=last_start_BT
-    )
+    context = model.attention_context(x_BTD, memory, lengths_B, visible_BT=visible_BT, last_start_BT=last_start_BT)
     states_BTD: list[Tensor] = [x_BTD]
     caches: list[LayerCache] = []
-    for layer, cache, biases in zip(model.layers, memory.layers, relative.layer_biases(model), strict=True):
+    for layer, cache, biases in zip(model.layers, memory.layers, model.layer_biases(), strict=True):
         x_BTD, cache = model.run_layer(layer, x_BTD, cache, context, biases)
         states_BTD.append(x_BTD)
         caches.append(cache)
@@ -83,7 +80,7 @@ class LayerTrace:
     """The layer's cache after the new tokens."""
 
 
-class RelativeLanguageModel(LanguageModel):
+class RelativeLanguageModel(RelativeModel, LanguageModel):
     """Token embedding times sqrt(D), layers with relative attention and memory, a softmax.
 
     Subclasses name their settings and where the position keys come from.
@@ -107,22 +104,13 @@ class RelativeLanguageModel(LanguageModel):
         super().__init__(config, memory_length=memory_length)
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
-        self.attn_implementation = relative.check_kernel(config)
-        self.cache_shapes = relative.cache_shapes(config)
-        self.content_bias = relative.make_bias(config)
-        self.position_bias = relative.make_bias(config)
-        self.layers = nn.ModuleList(Layer(config, self.attention_class) for _ in range(config.n_layers))
-        self.final_norm = make_final_norm(config)
+        self.make_layers(self.attention_class)
         self.init_weights()
 
     @override
     def init_weights(self) -> None:
         super().init_weights()
-        relative.init_biases(self.content_bias, self.position_bias)
-
-    @override
-    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        return relative.initial_memory(self, batch_size, context_limits)
+        self.init_biases()
 
     @override
     def run_layers(
@@ -153,8 +141,8 @@ class RelativeLanguageModel(LanguageModel):
         """
         x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD)
         x_BTD = self.input_dropout(x_BTD)
-        context = relative.attention_context(self, x_BTD, memory)
-        for layer, cache, biases in zip(self.layers, memory.layers, relative.layer_biases(self), strict=True):
+        context = self.attention_context(x_BTD, memory)
+        for layer, cache, biases in zip(self.layers, memory.layers, self.layer_biases(), strict=True):
             assert isinstance(layer, Layer)
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
             terms = reference.attention_terms(inputs, context.mask)

@@ -6,16 +6,19 @@ Finds the text, trains or loads the tokenizer, and writes the tokens.
 from __future__ import annotations
 
 import codecs
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from transformer_xl.config import UserError, check_settings, check_type, checked_names
+from typing_extensions import Unpack
+
+from transformer_xl.config import UserError, check_settings, check_type, nearest
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
-from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
+from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.file_codec import FileCodec, find_codec
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
@@ -36,14 +39,18 @@ from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
 
+if TYPE_CHECKING:
+    from transformer_xl.config.typed_settings import PrepareSettings
+
 StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]
 """Documents in memory, each a whole text."""
 
 _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
+_TEXT_SETTINGS = TextConfig.model_fields
+_TOKENIZER_SETTINGS = TokenizerConfig.model_fields.keys() - {"kind", "eos_token", "unk_token", "byte_fallback"}
 
 
-@checked_names
 def prepare(
     source: StrPath | Sequence[StrPath] | None = None,
     out: StrPath | None = None,
@@ -52,24 +59,11 @@ def prepare(
     train: StrPath | Sequence[StrPath] | None = None,
     valid: StrPath | Sequence[StrPath] | None = None,
     test: StrPath | Sequence[StrPath] | None = None,
-    valid_fraction: float | None = None,
-    test_fraction: float | None = None,
-    split_method: Literal["random", "end"] | None = None,
-    seed: int | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    encoding: str | None = None,
     tokenizer: StrPath | Tokenizer | TokenizerConfig | None = None,
-    vocab_size: int | None = None,
-    min_frequency: int | None = None,
-    lowercase: bool | None = None,
-    split_punctuation: bool | None = None,
-    add_eos: bool | None = None,
-    vocab_file: StrPath | None = None,
-    document_unit: DocumentUnit | None = None,
     data_dir: StrPath | None = None,
     num_workers: int = 1,
     progress: Progress = no_progress,
+    **settings: Unpack[PrepareSettings],
 ) -> Corpus:
     """Turn text into a corpus: token ids on disk that a model can be trained on.
 
@@ -87,33 +81,17 @@ def prepare(
         train: files, folders and glob patterns of the train split.
         valid: the same for the valid split.
         test: the same for the test split.
-        valid_fraction: fraction of the text for valid, or None for 0.05.
-        test_fraction: fraction of the text for test, or None for 0.05.
-        split_method: random, or None for it: valid and test are files from all over the text or, where the files are
-            few or of very unequal size, blocks of it; or end: they are the end of the concatenated text.
-        seed: seed of a random split, or None for 1.
-        include: glob patterns; other files of folders and patterns are left out.
-        exclude: glob patterns of files in folders and patterns to leave out.
-        encoding: the encoding of the files, such as latin-1, or None for utf-8; the corpus has their text as UTF-8.
-            binary takes the bytes of any file as they are. Otherwise files of folders and patterns that are not text
-            are left out, with a note.
         tokenizer: byte, char, word, bpe or integer; midi, which makes a corpus of integers from MIDI files (extra
             `music`); the settings of a tokenizer to train; a trained tokenizer; or its path (as in `load_tokenizer`).
             None means the data set's default; for other text, integer if the files are .npy, else byte.
-        vocab_size: see `TokenizerConfig`; for this and the next five, None means the setting of the named
-            data set, or else the default of `TokenizerConfig`.
-        min_frequency: see `TokenizerConfig`.
-        lowercase: see `TokenizerConfig`.
-        split_punctuation: see `TokenizerConfig`.
-        add_eos: see `TokenizerConfig`.
-        vocab_file: see `TokenizerConfig`.
-        document_unit: whether each file (or text in memory) or each line is a document, or None for the data set's
-            default, else file.
         data_dir: file or folder with the files of the named data set, or None to download them.
         num_workers: number of processes that train the tokenizer and encode. With more than 1, a script must call
             `prepare` under `if __name__ == "__main__":`, since the processes import the script.
         progress: called with the name of a stage (`train tokenizer`, `write`, `download ...`), the number of bytes
             processed, and the total (0 if unknown).
+        settings: of `TextConfig` (which files are read and how they are split, such as `valid_fraction`) and of
+            `TokenizerConfig` (how a tokenizer is trained, such as `vocab_size`), by name; None is as if left out. The
+            default is that of the named data set, else that of these classes.
 
     Returns:
         The corpus. Its `notes` warn about likely mistakes, such as a file in two splits.
@@ -130,31 +108,18 @@ def prepare(
         raise UserError("out: the path is empty; name a folder to create, or leave it out for corpora/NAME")
     if num_workers < 1:
         raise UserError(f"num_workers={num_workers}: must be 1 or more")
-    text_config = check_settings(
-        TextConfig,
-        _given(
-            valid_fraction=valid_fraction,
-            test_fraction=test_fraction,
-            split_method=split_method,
-            seed=seed,
-            include=[include] if isinstance(include, str) else include,
-            exclude=[exclude] if isinstance(exclude, str) else exclude,
-            encoding=encoding,
-            document_unit=document_unit,
-        ),
-    )
-    settings = _given(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        lowercase=lowercase,
-        split_punctuation=split_punctuation,
-        add_eos=add_eos,
-        vocab_file=None if vocab_file is None else os.fspath(vocab_file),
-    )
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if unknown := next((name for name in given if name not in {*_TEXT_SETTINGS, *_TOKENIZER_SETTINGS}), None):
+        names = [*_TEXT_SETTINGS, *_TOKENIZER_SETTINGS, *inspect.signature(prepare).parameters]
+        raise UserError(f"prepare has no argument '{unknown}'{nearest(unknown, names)}")
+    if "vocab_file" in given:
+        given["vocab_file"] = os.fspath(given["vocab_file"])
+    text_config = check_settings(TextConfig, {name: given[name] for name in given if name in _TEXT_SETTINGS})
+    tokenizer_settings = {name: given[name] for name in given if name in _TOKENIZER_SETTINGS}
     paths = _paths(source)
     dataset = _dataset(paths)
     codec = find_codec(tokenizer) if isinstance(tokenizer, str) else None
-    given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, settings)
+    given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, tokenizer_settings)
     if codec is None and isinstance(given_tokenizer, IntegerTokenizer) and given_tokenizer.midi:
         codec = find_codec("midi", given_tokenizer)
     # Check the output folder and the settings before anything is downloaded or read.
@@ -163,7 +128,7 @@ def prepare(
         check_is_new(folder)
     if not isinstance(given_tokenizer, Tokenizer) and (given_tokenizer or dataset):
         default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
-        _tokenizer_config(given_tokenizer, default, settings)
+        _tokenizer_config(given_tokenizer, default, tokenizer_settings)
     text = find_text(
         paths,
         documents=documents,
@@ -181,7 +146,7 @@ def prepare(
         encoder = given_tokenizer
     else:
         encoder = _train_tokenizer(
-            text, _tokenizer_config(given_tokenizer, text.tokenizer, settings), num_workers, progress
+            text, _tokenizer_config(given_tokenizer, text.tokenizer, tokenizer_settings), num_workers, progress
         )
     corpus = write_corpus(
         folder,
@@ -189,11 +154,11 @@ def prepare(
         name=text.name if documents is None else folder.name,
         source=text.description,
         tokenizer=encoder,
-        document_unit=document_unit or text.document_unit,
+        document_unit=text_config.document_unit or text.document_unit,
         num_workers=num_workers,
     )
     notes = [*text.notes]
-    if given_tokenizer is None and not settings and document_unit is None:
+    if given_tokenizer is None and not tokenizer_settings and text_config.document_unit is None:
         notes += _note_unexpected_lengths(corpus, text)
     return replace(corpus, notes=tuple(notes))
 
@@ -288,11 +253,6 @@ def _refuse_unused(
         given.append(f"data_dir={data_dir}")
     if given:
         raise UserError(f"{', '.join(given)} cannot be used with {text}; leave it out")
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _dataset(paths: Sequence[str]) -> str | None:

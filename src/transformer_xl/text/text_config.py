@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from io import BytesIO, TextIOWrapper
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from transformer_xl.config import INT32_MAX, Settings
 
@@ -34,6 +34,11 @@ class TextConfig(Settings):
     folder are left out."""
     document_unit: Literal["file", "line"] | None = None
     """Whether each file or each line is a document; if not set, that of the data set, else file."""
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from typing_extensions import override
 
 from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names
 from transformer_xl.device import autocast, choose_device, set_threads
@@ -51,7 +50,7 @@ _USUAL_TRIALS = 4  # in a round: three, and one more because the best rate was a
 _MAX_TRIALS = 8  # in a round
 _SCORED_FRACTION = 0.25  # segments scored after a training, relative to its steps
 _MIN_SPREAD = 1e-3  # of the losses, relative; rates that differ less are all too small to teach anything
-_LENGTH_EXPONENTS = {"adam": 0.125, "adamw": 0.125, "muon": 0.5}  # see above
+_LENGTH_EXPONENT, _MUON_LENGTH_EXPONENT = 0.125, 0.5  # see above
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,6 @@ class LearningRateResult(Displayed):
     """All short trainings, in order."""
     notes: tuple[str, ...] = ()
     """What makes the proposal less certain than usual."""
-
-    @override
-    def summary(self) -> dict[str, Any]:
-        return {"learning_rate": self.learning_rate, "seconds": self.seconds, "trials": len(self.trials)}
 
 
 @checked_names
@@ -204,7 +199,8 @@ class _Search:
                 f"the best rate was the {end} of those tried, so one beyond it may be better; search again with "
                 f"train.learning_rate={best:.2g}"
             )
-        rate = _lowest_point(losses) * (steps / config.max_steps) ** _LENGTH_EXPONENTS[config.optimizer]
+        exponent = _MUON_LENGTH_EXPONENT if config.optimizer == "muon" else _LENGTH_EXPONENT
+        rate = _lowest_point(losses) * (steps / config.max_steps) ** exponent
         return float(f"{rate:.2g}")
 
     def _round(self, index: int, middle: float, factor: float) -> tuple[int, dict[float, float]]:

@@ -10,7 +10,7 @@ Shape suffix: V tokens of the new vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +39,10 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
-from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
+from transformer_xl.training.text_losses import LOSS_TOKENS, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
-    complete_settings,
     corpus_folder,
     ignore,
     run_training,
@@ -65,14 +64,6 @@ _CHANGEABLE = (
     *("dropout", "attention_dropout", "zoneout", "regularization"),
     *("attention_window", "clamp_length", "attend_empty_memory", "attn_implementation"),
 )
-
-
-@dataclass(frozen=True, repr=False)
-class FinetuneResult(TrainResult):
-    """The result of fine-tuning."""
-
-    kept_tokens: int | None = None
-    """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
 
 
 @checked_names
@@ -97,7 +88,7 @@ def finetune(
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     handle_signals: bool = False,
-) -> FinetuneResult:
+) -> TrainResult:
     """Train the weights of a run further on another corpus, as a new run.
 
     The settings are those of the base (the learning rate of a converted run and of an adapter, merged or not, is 1e-4),
@@ -183,13 +174,12 @@ def finetune(
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
     groups = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}, "finetune": record}
-    check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
-    values = {field.name: getattr(result, field.name) for field in fields(result)}
     if result.finished and result.rank == 0:
-        values["losses"] = text_losses(base_run, opened, result.run, say if progress else ignore)
-    return FinetuneResult(**values, kept_tokens=kept)
+        losses = text_losses(base_run, opened, result.run, say if progress else ignore)
+        return replace(result, losses=losses)
+    return result
 
 
 def _check_names(names: object, argument: str, advice: str) -> None:

@@ -51,7 +51,7 @@ def num_kept(base: Run, config: RunConfig, old_of_V: npt.NDArray[np.int64]) -> i
 
 
 def first_weights(
-    base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig, _: Corpus
+    base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig
 ) -> Mapping[str, Tensor]:
     """Return the weights to begin with, by name.
 

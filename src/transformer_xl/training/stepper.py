@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.checkpoint_record import Numerics
+from transformer_xl.checkpoint_record import CheckpointRecord, Numerics
 from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
 from transformer_xl.model.language_model import LanguageModel
@@ -109,7 +109,7 @@ class ModelWithLoss(nn.Module):
 class Stepper:
     """The data, the model and the optimizers of a training: `step` trains on the next batch of the text.
 
-    `state_dict` has all that the next steps depend on, except the weights.
+    `state_dict` has the tensors that the next steps depend on, except the weights.
     """
 
     def __init__(
@@ -236,17 +236,9 @@ class Stepper:
             optimizer.zero_grad(set_to_none=self.config.compile != "cudagraphs")
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the text, what the training computes with, and tensors by name.
-
-        Of a tensor that is divided among the processes, it is the shard of this one.
-        """
-        state: dict[str, Any] = {
-            "step": self.num_steps,
-            "position": self.position,
-            "numerics": self.numerics,
-            "num_processes": self.world.size,
-            "batch_size": self.config.batch_size,
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return tensors by name; of one that is divided among the processes, the shard of this process."""
+        state = {
             **optimizer_state(self.optimizers, self.model),
             **_prefixed("memory", shard_rows(self._memory().tensors(), self.config.batch_size, self.world)),
             **_prefixed(f"random/{self.world.rank}", random_state(self.device)),
@@ -281,24 +273,34 @@ class Stepper:
             tensors |= {name: state for name, state in states.items() if name in saved or name.endswith("/cpu")}
         return tensors
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(
+        self,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        position: DatasetPosition,
+        record: CheckpointRecord,
+        batch_size: int,
+    ) -> list[str]:
         """Go on as the training would whose `state_dict` this is; its weights have been loaded before.
 
         Args:
-            state: what `state_dict` returned, perhaps of another batch size or number of processes.
+            tensors: what `state_dict` returned, perhaps of another batch size or number of processes.
+            step: number of steps that were done.
+            position: the segment of the next step.
+            record: the checkpoint's, with the implementations and the number of processes of that training.
+            batch_size: that of that training.
 
         Returns:
             Warnings for the user: one line for each part of the state that cannot be restored exactly.
         """
         warnings: list[str] = []
-        position, old, new = state["position"], state["batch_size"], self.config.batch_size
-        load_optimizer_state(self.optimizers, self.model, state)
+        old, new, parts = batch_size, self.config.batch_size, self.micro_batches
+        load_optimizer_state(self.optimizers, self.model, tensors)
         if self.weight_average is not None:
-            self.weight_average.load_tensors(_without_prefix("average", state))
+            self.weight_average.load_tensors(_without_prefix("average", tensors))
         if old == new:
-            tensors = {name: local_tensor(tensor) for name, tensor in _without_prefix("memory", state).items()}
-            memory = self._memory().with_tensors(tensors)
-            parts = self.micro_batches
+            local = {name: local_tensor(tensor) for name, tensor in _without_prefix("memory", tensors).items()}
+            memory = self._memory().with_tensors(local)
             self.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
         else:
             position = position.model_copy(update={"segment_index": position.segment_index * old // new})
@@ -307,15 +309,14 @@ class Stepper:
             )
         if position.segment_index >= self.dataset.segments_in(position.epoch):  # possible with another batch size
             position = DatasetPosition(epoch=position.epoch + 1)
-        self.num_steps, self.position = state["step"], position
-        recorded: Numerics = state["numerics"]
-        self.use(choose_numerics(self._kernel_setting, self.device, self.config.dtype, self.world, recorded))
-        warnings += differences(recorded, self.numerics, self.model)
-        if state["num_processes"] == self.world.size:
-            set_random_state(_without_prefix(f"random/{self.world.rank}", state), self.device)
+        self.num_steps, self.position = step, position
+        self.use(choose_numerics(self._kernel_setting, self.device, self.config.dtype, self.world, record.numerics))
+        warnings += differences(record.numerics, self.numerics, self.model)
+        if record.num_processes == self.world.size:
+            set_random_state(_without_prefix(f"random/{self.world.rank}", tensors), self.device)
         else:
             self.world.seed(self.config.seed, self.num_steps)
-            before = "1 process" if state["num_processes"] == 1 else f"{state['num_processes']} processes"
+            before = "1 process" if record.num_processes == 1 else f"{record.num_processes} processes"
             now = "is 1" if self.world.size == 1 else f"are {self.world.size}"
             warnings.append(f"the checkpoint was written by {before}, now there {now}: dropout masks will differ")
         return warnings

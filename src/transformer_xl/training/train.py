@@ -60,7 +60,7 @@ _Start = Callable[[DistributedContext, ExitStack, Callable[[str], None]], Traine
 """Returns the trainer of a new or resumed run; the run's folder is locked until the ExitStack is closed. The last
 argument prints a line for the user."""
 
-FirstWeights = Callable[[RunConfig, Corpus], Mapping[str, Tensor]]
+FirstWeights = Callable[[RunConfig], Mapping[str, Tensor]]
 """Returns the weights that a new run with these settings begins with, by name."""
 
 # Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text,
@@ -339,7 +339,7 @@ def start_run(
                 log,
             )
     restarted = world.any(exists)
-    weights = None if first_weights is None or restarted else first_weights(checked, corpus)
+    weights = None if first_weights is None or restarted else first_weights(checked)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)
     with world.raise_together():  # after building the model, so that one that does not fit into memory leaves no folder
         if world.is_first and not restarted:

@@ -159,8 +159,7 @@ class Trainer:
             self.state = check_settings(TrainerState, values, str(path / "training.json"))
             # checkpoints of earlier versions have no settings; only config.yaml has those
             earlier = trained_config(path) or RunFolder.open(folder.path).config
-        origin = {"numerics": record.numerics, "num_processes": record.num_processes, "batch_size": batch_size}
-        warnings = stepper.load_state_dict({**dict(self.state), **tensors, **origin})
+        warnings = stepper.load_state_dict(tensors, self.state.step, self.state.position, record, batch_size)
         self._update_state(position=stepper.position)
         self._restore_best_loss()
         # config.yaml is written with the next checkpoint, when training had the new settings
@@ -330,11 +329,10 @@ class Trainer:
             UserError: a file cannot be written; older checkpoints are unchanged.
         """
         self._saved_state = self.state
-        tensors = {name: value for name, value in self.stepper.state_dict().items() if isinstance(value, Tensor)}
         save_checkpoint(
             self.folder,
             self.model,
-            tensors,
+            self.stepper.state_dict(),
             {**self.state.model_dump(mode="json"), "divergence": self.health.state.model_dump(mode="json")},
             self.stepper.numerics,
             self.world,

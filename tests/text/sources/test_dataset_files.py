@@ -12,10 +12,9 @@ import pytest
 from text_sources import digest, make_files, tar_of, zip_of
 
 from transformer_xl.config import UserError
-from transformer_xl.text.sources import dataset_files
+from transformer_xl.text.sources import download
 from transformer_xl.text.sources.archives import FileRange
-from transformer_xl.text.sources.dataset_files import TextFile, find_files
-from transformer_xl.text.sources.download import RemoteFile
+from transformer_xl.text.sources.download import RemoteFile, TextFile, find_files
 
 # Three texts of a data set "x", by their paths in its archive.
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
@@ -99,7 +98,7 @@ def test_downloaded_files_are_found_without_network(cache: Path) -> None:
 def test_archive_is_extracted_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_files(tmp_path / "mine", {"x-v1.tgz": TAR})
     find(folder, "tar")
-    monkeypatch.setattr(dataset_files, "extract", None)  # calling it would fail
+    monkeypatch.setattr(download, "extract", None)  # calling it would fail
     find(folder, "tar")
     assert len(list((cache / "unpacked").iterdir())) == 1
 

@@ -15,8 +15,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, TextSource
 from transformer_xl.text.prepare import find_text
-from transformer_xl.text.sources.dataset_files import TextFile
-from transformer_xl.text.sources.download import RemoteFile
+from transformer_xl.text.sources.download import RemoteFile, TextFile
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, NamedDataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer

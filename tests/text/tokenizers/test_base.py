@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, chunking, fingerprint, split_chunks, token_dtype
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, chunking, fingerprint, token_dtype
 from transformer_xl.text.tokenizers.base import EncodingError
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.chunking import split_chunks
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.storage import tokenizer_from_json

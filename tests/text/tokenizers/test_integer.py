@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizers import split_chunks
 from transformer_xl.text.tokenizers.base import EncodingError
+from transformer_xl.text.tokenizers.chunking import split_chunks
 from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, parse_integers
 
 PROPERTY = settings(deadline=None, max_examples=50)

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, JsonLines
-from transformer_xl.cli.output import load_run, print_json, printable, say_memory_length
+from transformer_xl.cli.output import load_and_say, print_json, printable, say_memory_length
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import say
 
@@ -138,7 +138,7 @@ def watch(
     from transformer_xl.apps.watch.line_surprisal import LineStream, watch_lines
     from transformer_xl.evaluation.stream import SurprisalStream
 
-    loaded = load_run(run, device_options.choose(), checkpoint)
+    loaded = load_and_say(run, device_options.choose(), checkpoint)
     saved, state = dict[str, Any](), options.state
     if state is not None and (state.exists() or state.is_symlink()):
         stream, saved = SurprisalStream.load(loaded, state, config)

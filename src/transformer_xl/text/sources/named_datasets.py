@@ -14,8 +14,7 @@ from pathlib import Path
 
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import FileDigest, FileRange, Progress, no_progress
-from transformer_xl.text.sources.dataset_files import TextFile, find_files
-from transformer_xl.text.sources.download import RemoteFile
+from transformer_xl.text.sources.download import RemoteFile, TextFile, find_files
 from transformer_xl.text.sources.folders import list_files
 from transformer_xl.text.sources.splitting import hash_fraction
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
@@ -45,8 +44,8 @@ class NamedDataset(TextSource):
 
     files: Mapping[SplitName, tuple[SplitFile, ...]] = field(default_factory=dict)
     """The files of each split."""
-    archive: RemoteFile | None = None
-    """The archive in which the texts are distributed, or None."""
+    archive: RemoteFile = field(kw_only=True)
+    """The archive in which the texts are distributed."""
     vocab_file: TextFile | None = None
     """Vocabulary file of the default tokenizer, or None if none is distributed."""
 

@@ -13,7 +13,6 @@ from transformer_xl.text.tokenizers.base import (
     token_dtype as token_dtype,
 )
 from transformer_xl.text.tokenizers.byte import ByteTokenizer as ByteTokenizer
-from transformer_xl.text.tokenizers.chunking import split_chunks as split_chunks
 from transformer_xl.text.tokenizers.storage import (
     describe_difference as describe_difference,
     fingerprint as fingerprint,

@@ -14,8 +14,8 @@ from model_configs import settings_of
 from training_runs import MODEL
 
 from transformer_xl.config import run_settings
-from transformer_xl.evaluation.memory_lengths import candidate_lengths, choose_length, is_worse, num_measured_tokens
 from transformer_xl.text.token_store import TokenSplit
+from transformer_xl.training.memory_length_choice import candidate_lengths, choose_length, is_worse, num_measured_tokens
 
 TRAINED_N = 100 + np.random.default_rng(1).normal(0, 10, 401)  # nats of each segment with the trained length, 64
 NOISE_N = np.random.default_rng(2).normal(0, 1, 401)  # two standard errors of its mean: 0.1, a thousandth of the loss

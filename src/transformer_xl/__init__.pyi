@@ -1,0 +1,49 @@
+"""The public names, which `__init__.py` reads here: each is imported at its first use."""
+
+from transformer_xl.config import (
+    AlRfouConfig as AlRfouConfig,
+    BackboneConfig as BackboneConfig,
+    DynamicConfig as DynamicConfig,
+    EvaluationConfig as EvaluationConfig,
+    LSTMConfig as LSTMConfig,
+    ModelConfig as ModelConfig,
+    QRNNConfig as QRNNConfig,
+    RunConfig as RunConfig,
+    ShawConfig as ShawConfig,
+    TrainConfig as TrainConfig,
+    TransformerXLConfig as TransformerXLConfig,
+    UserError as UserError,
+    VaswaniConfig as VaswaniConfig,
+)
+from transformer_xl.evaluation.evaluate import EvaluationResult as EvaluationResult, evaluate as evaluate
+from transformer_xl.evaluation.plan import EvaluationPlan as EvaluationPlan
+from transformer_xl.evaluation.score import TextScore as TextScore, score as score
+from transformer_xl.evaluation.stream import ScoredTokens as ScoredTokens, SurprisalStream as SurprisalStream
+from transformer_xl.apps.surprisal.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
+from transformer_xl.generation.beam_search import beam_search as beam_search
+from transformer_xl.generation.completion import Completion as Completion
+from transformer_xl.generation.generation_config import GenerationConfig as GenerationConfig
+from transformer_xl.generation.generate import (
+    GenerationStream as GenerationStream,
+    generate as generate,
+    stream as stream,
+)
+from transformer_xl.apps.music.music import Piece as Piece, generate_midi as generate_midi
+from transformer_xl.integrations.checkpoints.convert import convert as convert
+from transformer_xl.model.backbone import Backbone as Backbone
+from transformer_xl.architectures import build_model as build_model
+from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
+from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
+from transformer_xl.run import Run as Run, load as load, load_adapter as load_adapter, save as save
+from transformer_xl.apps.surprisal.items import ItemColumns as ItemColumns
+from transformer_xl.text.prepare import prepare as prepare
+from transformer_xl.text.token_store import Corpus as Corpus
+from transformer_xl.training.callbacks import Callback as Callback
+from transformer_xl.training.find_rate import (
+    LearningRateResult as LearningRateResult,
+    find_learning_rate as find_learning_rate,
+)
+from transformer_xl.training.finetune import finetune as finetune
+from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
+
+__version__: str
