@@ -39,10 +39,11 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.first_weights import first_weights, num_kept, old_ids
-from transformer_xl.training.text_losses import LOSS_TOKENS, text_losses
+from transformer_xl.training.text_losses import LOSS_TOKENS, check_evaluation, text_losses
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
+    complete_settings,
     corpus_folder,
     ignore,
     run_training,
@@ -174,6 +175,7 @@ def finetune(
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
     groups = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}, "finetune": record}
+    check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
     if result.finished and result.rank == 0:

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from transformer_xl.architectures import build_model
-from transformer_xl.config import UserError
-from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.config import RunConfig, UserError
+from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
 from transformer_xl.progress import note
 from transformer_xl.run import Run, load_run
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import contents_digest
-from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.token_store import Corpus, TokenSplit
 from transformer_xl.training.first_weights import first_weights, old_ids
 
 LOSS_TOKENS = 65_536
@@ -104,11 +104,35 @@ def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None
         if split is None:
             continue
         try:
-            # method dynamic needs the training text, which is that of the new run
-            settings = {"max_tokens": LOSS_TOKENS, "train_split": corpus.split("train")}
-            before, after = (evaluate(run, text.split(split), **settings) for run in (start, tuned))
+            before, after = (_score(run, text.split(split), corpus, LOSS_TOKENS) for run in (start, tuned))
         except UserError as error:  # must not hide the result of training
             note(f"the loss of the {name} text is unknown: {error}", log)
             continue
         losses.append(TextLoss(name, split, after.tokens, before.nats_per_token, after.nats_per_token))
     return tuple(losses)
+
+
+def check_evaluation(base: Run, corpus: Corpus, config: RunConfig) -> None:
+    """Check, before a run is trained, that texts can be scored with its settings of evaluation.
+
+    Args:
+        base: the run whose weights it begins with.
+        corpus: the corpus that it is trained on.
+        config: its settings.
+
+    Raises:
+        UserError: settings contradict each other or the model.
+    """
+    if config.evaluation.method == "dynamic" and config.evaluation.dynamic.optimizer == "rms":
+        # as little as possible of the training text
+        dynamic = config.evaluation.dynamic.model_copy(update={"gradient_stats_tokens": 1})
+        evaluation = config.evaluation.model_copy(update={"dynamic": dynamic})
+        config = config.model_copy(update={"evaluation": evaluation})
+    is_same_vocabulary = config.model.vocab_size == base.config.model.vocab_size
+    model = base.model if is_same_vocabulary else build_model(config.model)
+    _score(Run(model, corpus.tokenizer, config), corpus.split("train"), corpus, 1)
+
+
+def _score(run: Run, split: TokenSplit, corpus: Corpus, max_tokens: int) -> EvaluationResult:
+    """Score the start of a text; method dynamic needs the training text, which is that of the new run."""
+    return evaluate(run, split, max_tokens=max_tokens, train_split=corpus.split("train"))
