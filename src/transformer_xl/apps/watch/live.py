@@ -126,14 +126,15 @@ class FollowedFile(LiveText):
         That is the file at the path, or one beside it whose name begins with the same name (`log.1` for `log`). What is
         not found, or cannot be read, is said; the file at the path is read from its beginning then.
         """
-        offset, identity = position.get("offset"), (position.get("device"), position.get("inode"))
+        given, identity = position.get("offset"), (position.get("device"), position.get("inode"))
+        offset = given if type(given) is int else -1
         name = re.compile(re.escape(self._path.name) + r"[._-]\d")
         self._ends_in_line = position.get("ends_in_line") is True
         with as_user_error(f"reading {self._path}"):
             rotated = [path for path in self._path.parent.iterdir() if name.match(path.name) and path.is_file()]
             rotated.sort(key=lambda path: path.stat().st_mtime, reverse=True)
             paths = sorted([self._path, *rotated], key=lambda path: _identity(path.stat()) != identity)
-            for path in paths if type(offset) is int and offset >= 0 else ():
+            for path in paths if offset >= 0 else ():
                 descriptor = self._open(path)
                 status, tail = os.fstat(descriptor), _before(descriptor, offset)
                 known = position.get("tail_sha256")  # None in states of 0.1
