@@ -81,12 +81,12 @@ def plain_systems(size: Size) -> Systems:
     def act(memory: Memory, acting: Backbone | InferenceModel = backbone) -> Callable[[], None]:
         def step() -> None:
             nonlocal memory
-            _, memory = acting(step_B1D, memory, starts_BT=starts_BT[:, :1])
+            _, memory = acting(step_B1D, memory, starts=starts_BT[:, :1])
 
         return step
 
     systems: Systems = {
-        "Backbone": (backbone, act(memory), lambda: backbone(inputs_BTD, memory, starts_BT=starts_BT)[0]),
+        "Backbone": (backbone, act(memory), lambda: backbone(inputs_BTD, memory, starts=starts_BT)[0]),
         "Backbone, KV cache": (backbone, act(kv_cache, prepared), None),
     }
     for name, cls in (("nn.GRU", nn.GRU), ("nn.LSTM", nn.LSTM)):

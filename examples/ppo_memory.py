@@ -150,7 +150,7 @@ class TransformerXLCore(nn.Module):
 
     def forward(self, x_ETD: Tensor, state: Any, starts_ET: Tensor) -> tuple[Tensor, Any]:
         """Return the features of a window and the state after it."""
-        return self.backbone(x_ETD, state, starts_BT=starts_ET)
+        return self.backbone(x_ETD, state, starts=starts_ET)
 
     @staticmethod
     def select(state: Any, rows: Tensor) -> Any:

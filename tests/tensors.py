@@ -29,12 +29,12 @@ def assert_same_tensors(actual: Tensors, expected: Tensors, *, rtol: float = 0, 
         )
 
 
-def run_parts(model, memory: Memory, *parts_BT: Tensor, lengths_B: Tensor | None = None) -> tuple[Tensor, Memory]:
+def run_parts(model, memory: Memory, *parts_BT: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Memory]:
     """Run a model on parts of a text, in inference mode; return the hidden states of all parts and the last memory."""
     hidden_BTD: list[Tensor] = []
     with torch.inference_mode():
         for part_BT in parts_BT:
-            part_BTD, memory = model(part_BT, memory, lengths_B=lengths_B)
+            part_BTD, memory = model(part_BT, memory, lengths=lengths)
             hidden_BTD.append(part_BTD)
     return torch.cat(hidden_BTD, dim=1), memory
 

@@ -6,7 +6,7 @@
 
 A text is cut into segments from its first token. What a token sees counts from there: the M tokens before its segment
 and its segment up to itself (paper, section 3.2), whoever reads it. How much is computed at once is another matter:
-with a limit for each query (`visible_BT`), several segments or a part of one are computed, with the same results up to
+with a limit for each query (`visible`), several segments or a part of one are computed, with the same results up to
 rounding. Rows may differ in length and in their position; padding comes first. A reader that continues a memory counts
 from its own first token, which begins a segment.
 
@@ -164,12 +164,12 @@ class Reader:
         counts = [num_new] * len(self.num_read) if lengths is None else list(lengths)
         ids_BT, arguments = tokens_BT.to(device), dict[str, Tensor]()
         if tokens_BT.is_floating_point():
-            ids_BT, arguments = None, {"inputs_BTD": ids_BT}
+            ids_BT, arguments = None, {"inputs": ids_BT}
         is_padded = min(counts) < num_new
         if is_padded:
-            arguments["lengths_B"] = torch.tensor(counts, device=device)
+            arguments["lengths"] = torch.tensor(counts, device=device)
         if self._must_limit(counts):
-            arguments["visible_BT"] = self._visible(counts, num_new).to(device)
+            arguments["visible"] = self._visible(counts, num_new).to(device)
         hidden_BTD, self._memory = self.model(ids_BT, self._memory, **arguments)
         last_B1D = hidden_BTD[:, -1:]
         if self.last_hidden_B1D is not None and not all(counts):

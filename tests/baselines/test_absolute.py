@@ -118,7 +118,7 @@ def test_generation_with_prompts_of_different_lengths(tokens, lengths, num_befor
     memory = model.generation_memory(2, segment_length=5)
     if num_before:
         _, memory = model(tokens(2, num_before, seed=2), memory)
-    hidden_BTD, after = model(text, memory, lengths_B=torch.tensor(lengths))
+    hidden_BTD, after = model(text, memory, lengths=torch.tensor(lengths))
     next_BTD, last = model(more, after)
     for row, length in enumerate(lengths):
         alone = memory.select([row])
@@ -145,6 +145,6 @@ def test_token_memory_can_be_reset_selected_concatenated_resized_and_restored(to
     restored = model.generation_memory(3, segment_length=99).with_tensors(memory.tensors())
     assert torch.equal(restored.tensors()["tokens_0"], text_BM)
     with pytest.raises(UserError, match=r"no tokens .* give tokens"):
-        model(inputs_BTD=torch.zeros(3, 2, 14).double(), memory=memory)
+        model(inputs=torch.zeros(3, 2, 14).double(), memory=memory)
     with pytest.raises(UserError, match="memory of batch size 3"):
         model(tokens(2, 4), memory)

@@ -51,7 +51,7 @@ def test_causality_by_gradient(name):
     """The output at a position depends on all inputs up to it, and on none after it."""
     model = make_system(name)
     inputs_BTD = torch.randn(1, 7, 14, dtype=torch.float64, requires_grad=True)
-    hidden_BTD, _ = model(inputs_BTD=inputs_BTD)
+    hidden_BTD, _ = model(inputs=inputs_BTD)
     for position in range(7):
         (grad_BTD,) = torch.autograd.grad(hidden_BTD[:, position].square().sum(), inputs_BTD, retain_graph=True)
         has_effect = grad_BTD[0].abs().sum(-1) > 0
@@ -84,10 +84,10 @@ def test_padding_is_neither_attended_nor_cached(tokens, name, has_context):
     model, text, lengths = make_system(name), tokens(5, 7), [7, 3, 0, 1, 5]
     memory = model(tokens(5, 4, seed=2))[1] if has_context else model.initial_memory(5)
     lengths_B = torch.tensor(lengths)
-    hidden_BTD, after = model(text, memory, lengths_B=lengths_B)
+    hidden_BTD, after = model(text, memory, lengths=lengths_B)
     # padding comes first in each batch row
     changed_padding = torch.where(torch.arange(7) < (7 - lengths_B)[:, None], 0, text)
-    changed_BTD, _ = model(changed_padding, memory, lengths_B=lengths_B)
+    changed_BTD, _ = model(changed_padding, memory, lengths=lengths_B)
     assert hidden_BTD.isfinite().all()
     assert after.position_B.tolist() == [length + 4 * has_context for length in lengths]
     next_BTD, _ = model(tokens(5, 3, seed=6), after)
@@ -105,9 +105,9 @@ def test_padding_is_neither_attended_nor_cached(tokens, name, has_context):
 def test_padding_gets_no_gradient_and_contributes_none(tokens, name):
     model = make_system(name)
     inputs_BTD = torch.randn(2, 5, 14, dtype=torch.float64, requires_grad=True)
-    hidden_BTD, _ = model(inputs_BTD=inputs_BTD, lengths_B=torch.tensor([2, 5]))
+    hidden_BTD, _ = model(inputs=inputs_BTD, lengths=torch.tensor([2, 5]))
     unpadded_BTD = torch.cat([hidden_BTD[0, 3:], hidden_BTD[1]])[None]
-    alone_BTD = torch.cat([model(inputs_BTD=part)[0] for part in (inputs_BTD[:1, 3:], inputs_BTD[1:])], dim=1)
+    alone_BTD = torch.cat([model(inputs=part)[0] for part in (inputs_BTD[:1, 3:], inputs_BTD[1:])], dim=1)
     results = []
     for states_BTD in (unpadded_BTD, alone_BTD):
         named = {"inputs": inputs_BTD, **dict(model.layers.named_parameters())}
@@ -149,18 +149,18 @@ def test_continuous_inputs_equal_the_embedding(tokens, name):
     model, text = make_system(name), tokens(2, 5)
     # the scaled embedding, and that of n-grams, is the input to the first layer
     inputs_BTD = model.embedding(text) * 14**0.5 if model.ngrams is None else model.embed(text, None, None, None)[0]
-    assert torch.equal(model(inputs_BTD=inputs_BTD)[0], model(text)[0])
+    assert torch.equal(model(inputs=inputs_BTD)[0], model(text)[0])
 
 
 @pytest.mark.parametrize(
     ("call", "text"),  # `text`: a regular expression for the message
     [
-        (lambda model: model(), "either tokens_BT or inputs_BTD"),
+        (lambda model: model(), "either tokens_BT or inputs"),
         (lambda model: model(torch.zeros(2, 3)), "expected integers"),
         (lambda model: model(torch.zeros(2, 0).long()), "expected integers"),
-        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"expected \(batch, tokens, 14\)"),
+        (lambda model: model(inputs=torch.zeros(2, 3, 5)), r"expected \(batch, tokens, 14\)"),
         (lambda model: model(torch.zeros(2, 3).long(), model.initial_memory(3)), "batch size 3 .* batch size 2"),
-        (lambda model: model(torch.zeros(2, 3).long(), lengths_B=torch.ones(3).long()), "lengths_B"),
+        (lambda model: model(torch.zeros(2, 3).long(), lengths=torch.ones(3).long()), "lengths"),
     ],
 )
 def test_invalid_calls_raise(call, text):

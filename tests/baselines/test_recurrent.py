@@ -155,7 +155,7 @@ def test_bfloat16_autocast_keeps_states_in_float32(tokens, name, embedding):
         results = []
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             for one in (model, converted):
-                hidden_BTD, memory = one(text, one.initial_memory(2), lengths_B=lengths_B)
+                hidden_BTD, memory = one(text, one.initial_memory(2), lengths=lengths_B)
                 assert {cache.state_BXD.dtype for cache in memory.layers} == {torch.float32}
                 results.append(torch.cat([hidden_BTD, one(text, memory)[0]], dim=1))
         assert torch.equal(*results)

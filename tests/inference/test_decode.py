@@ -330,8 +330,8 @@ def test_other_calls_take_the_modules(calls):
     memory = native.initial_memory(1, LIMITS)
     native(random_tokens(1, 2), memory)
     native(random_tokens(9, 1), native.initial_memory(9, LIMITS))
-    native(random_tokens(1, 1), memory, lengths_B=torch.tensor([1]))
-    native(random_tokens(1, 1), memory, visible_BT=torch.tensor([[4]]))
+    native(random_tokens(1, 1), memory, lengths=torch.tensor([1]))
+    native(random_tokens(1, 1), memory, visible=torch.tensor([[4]]))
     native.model.owner = None
     native(random_tokens(1, 1), native.model.initial_memory(1, LIMITS))
     assert not calls

@@ -134,10 +134,10 @@ def test_backbone_acts_step_by_step_with_keys_and_values(settings):
     hidden_memory, memory = backbone.initial_memory(3), prepared.initial_memory(3)
     for step in range(17):
         out_B1D, hidden_memory = backbone(
-            inputs_BTD[:, step : step + 1], hidden_memory, starts_BT=starts_BT[:, step, None]
+            inputs_BTD[:, step : step + 1], hidden_memory, starts=starts_BT[:, step, None]
         )
         expected.append(out_B1D.detach())
-        starts = {"starts_BT": starts_BT[:, step, None]} if starts_BT[:, step].any() else {}
+        starts = {"starts": starts_BT[:, step, None]} if starts_BT[:, step].any() else {}
         out_B1D, memory = prepared(inputs_BTD[:, step : step + 1], memory, **starts)
         actual.append(out_B1D)
     torch.testing.assert_close(torch.cat(actual, 1), torch.cat(expected, 1), rtol=0, atol=1e-5)

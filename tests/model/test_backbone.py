@@ -55,7 +55,7 @@ def run(backbone: Backbone, inputs_BTD: torch.Tensor, starts_BT, memory: Memory,
     """Return the outputs of all windows, one after the other, and the last memory."""
     outputs, parts = [], zip(inputs_BTD.split(windows, 1), starts_BT.split(windows, 1), strict=True)
     for part_BTD, part_BT in parts:
-        out_BTD, memory = backbone(part_BTD, memory, starts_BT=part_BT)
+        out_BTD, memory = backbone(part_BTD, memory, starts=part_BT)
         outputs.append(out_BTD)
     return torch.cat(outputs, dim=1), memory
 
@@ -156,13 +156,13 @@ def test_inputs_before_a_start_have_no_effect_on_what_follows():
     """By gradient, and by inputs that are not finite only in value: larger by a factor of 1e6."""
     backbone, inputs_BTD = make_backbone(), random_inputs(rows=1).requires_grad_()
     starts_BT = mask_of([[4]])
-    out_BTD, memory = backbone(inputs_BTD, starts_BT=starts_BT)
+    out_BTD, memory = backbone(inputs_BTD, starts=starts_BT)
     (grad_BTD,) = torch.autograd.grad(out_BTD[:, 4:].square().sum(), inputs_BTD)
     assert (grad_BTD[:, :4] == 0).all()
     assert (grad_BTD[:, 4:].abs().sum(-1) > 0).all()
     changed_BTD = inputs_BTD.detach().clone()
     changed_BTD[:, :4] *= 1e6
-    again_BTD, other = backbone(changed_BTD, starts_BT=starts_BT)
+    again_BTD, other = backbone(changed_BTD, starts=starts_BT)
     torch.testing.assert_close(again_BTD[:, 4:], out_BTD[:, 4:], rtol=0, atol=0)
     nexts = [backbone(inputs_BTD.detach()[:, :3], one)[0] for one in (memory, other)]
     torch.testing.assert_close(*nexts, rtol=0, atol=0)
@@ -195,7 +195,7 @@ def test_layers_are_those_of_the_language_model_bit_for_bit(order):
     backbone.load_state_dict({name: model.state_dict()[name] for name in backbone.state_dict()})
     inputs_BTD, memory, other = random_inputs(width=14).float(), None, None
     for part_BTD in inputs_BTD.split(WINDOWS, 1):
-        expected_BTD, memory = model(memory=memory, inputs_BTD=part_BTD)
+        expected_BTD, memory = model(memory=memory, inputs=part_BTD)
         actual_BTD, other = backbone(part_BTD, other)
         assert torch.equal(actual_BTD, expected_BTD)
         assert_same_tensors(other, memory)
@@ -204,7 +204,7 @@ def test_layers_are_those_of_the_language_model_bit_for_bit(order):
 def test_memory_survives_a_replay_buffer():
     """A window from the middle of a text is computed again from three plain tensors, with the same gradients."""
     backbone, inputs_BTD = make_backbone(), random_inputs()
-    _, memory = backbone(inputs_BTD[:, :3], starts_BT=mask_of([[1], []], 3))
+    _, memory = backbone(inputs_BTD[:, :3], starts=mask_of([[1], []], 3))
     stored = copied_tensors(memory.stacked())
     assert stored["hidden"].shape == (2, 2, MEMORY, 14)  # B, L, M, D
     assert stored["valid"].tolist() == [2, 3]
@@ -252,7 +252,7 @@ class Exportable(torch.nn.Module):
 
     def forward(self, inputs_BTD, starts_BT, hidden_BLMD, valid_B, position_B):
         tensors = {"hidden": hidden_BLMD, "valid": valid_B, "position": position_B}
-        out_BTD, memory = self.backbone(inputs_BTD, self.empty.with_stacked(tensors), starts_BT=starts_BT)
+        out_BTD, memory = self.backbone(inputs_BTD, self.empty.with_stacked(tensors), starts=starts_BT)
         return out_BTD, *memory.stacked().values()
 
 
@@ -268,7 +268,7 @@ def test_exported_graph_runs_windows_of_any_length():
         for length in (1, 6):
             inputs_BTD, starts_BT = random_inputs(length, rows=1), mask_of([[length - 1]], length)
             actual, *tensors = program.module()(inputs_BTD, starts_BT, *tensors)
-            expected, memory = backbone(inputs_BTD, memory, starts_BT=starts_BT)
+            expected, memory = backbone(inputs_BTD, memory, starts=starts_BT)
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
             assert_same_tensors(tensors, memory.stacked().values(), atol=1e-12)
 
@@ -277,14 +277,14 @@ def test_wrong_inputs_are_refused():
     backbone = make_backbone()
     inputs_BTD, memory = random_inputs(5), backbone.initial_memory(2)
     cases = {
-        r"inputs_BTD of shape \(2, 5, 7\); expected \(batch, steps, 3\)": lambda: backbone(random_inputs(5, 7)),
-        r"starts_BT of shape \(2, 4\) for inputs_BTD of shape \(2, 5, 3\); expected \(2, 5\)": lambda: backbone(
-            inputs_BTD, starts_BT=mask_of([[], []], 4)
+        r"inputs of shape \(2, 5, 7\); expected \(batch, steps, 3\)": lambda: backbone(random_inputs(5, 7)),
+        r"starts of shape \(2, 4\) for inputs of shape \(2, 5, 3\); expected \(2, 5\)": lambda: backbone(
+            inputs_BTD, starts=mask_of([[], []], 4)
         ),
-        r"starts_BT has dtype torch\.int64; give torch\.bool": lambda: backbone(
-            inputs_BTD, starts_BT=mask_of([[], []], 5).long()
+        r"starts has dtype torch\.int64; give torch\.bool": lambda: backbone(
+            inputs_BTD, starts=mask_of([[], []], 5).long()
         ),
-        "starts_BT is of type list; give a tensor": lambda: backbone(inputs_BTD, starts_BT=[True]),
+        "starts is of type list; give a tensor": lambda: backbone(inputs_BTD, starts=[True]),
         "memory of batch size 3 for inputs of batch size 2": lambda: backbone(inputs_BTD, backbone.initial_memory(3)),
         "made by another model": lambda: backbone(inputs_BTD, make_backbone(n_layers=3).initial_memory(2)),
         "another shape than this model, batch size and memory length": lambda: memory.with_stacked(

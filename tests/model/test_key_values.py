@@ -106,7 +106,7 @@ def test_padding_has_no_effect(make_model, tokens, is_prepared, attend_empty, co
     lengths_B = torch.tensor([6, 2, 0, 5])  # tokens of each row of `text` that are not padding, which comes first
     reading = prepare_inference(model) if is_prepared else model
     _, memory = run_parts(reading, reading.initial_memory(4, limits), before)
-    hidden_BTD, memory = run_parts(reading, memory, text, lengths_B=lengths_B)
+    hidden_BTD, memory = run_parts(reading, memory, text, lengths=lengths_B)
     assert hidden_BTD.isfinite().all()
     next_BTD, last = run_parts(reading, memory, more)
     assert last.position_B.tolist() == [14, 10, 8, 13]  # 5 tokens before, those of lengths_B, 3 more

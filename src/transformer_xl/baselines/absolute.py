@@ -153,9 +153,9 @@ class AbsoluteTransformer(LanguageModel):
         tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-        visible_BT: Tensor | None = None,
+        inputs: Tensor | None = None,
+        lengths: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Process a segment of T tokens; the first token of each batch row has position 0.
 
@@ -163,8 +163,8 @@ class AbsoluteTransformer(LanguageModel):
         errors are those of `LanguageModel.forward`; a segment longer than the learned positions is an error too.
         """
         if isinstance(memory, TokenMemory):
-            return self._recompute(tokens_BT, memory, lengths_B)
-        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT)
+            return self._recompute(tokens_BT, memory, lengths)
+        return super().forward(tokens_BT, memory, inputs=inputs, lengths=lengths, visible=visible)
 
     def _recompute(
         self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None
@@ -184,7 +184,7 @@ class AbsoluteTransformer(LanguageModel):
             # padding comes first in a batch row, so only its first parts contain padding
             part_lengths_B = None if lengths_B is None else (lengths_B - num_remaining).clamp(0, num_new)
             segment_BP, segment_lengths_B, memory = memory.append(part_BT, part_lengths_B)
-            hidden_BPD, _ = self(segment_BP, no_memory, lengths_B=segment_lengths_B)
+            hidden_BPD, _ = self(segment_BP, no_memory, lengths=segment_lengths_B)
             parts_BTD.append(hidden_BPD[:, -num_new:])
         return torch.cat(parts_BTD, dim=1), memory
 

@@ -48,7 +48,7 @@ class InferenceModel:
         """Of matrix products: float32 or bfloat16."""
         self.config, self.device = model.config, model.device
         self.limits_visible = model.limits_visible
-        """Whether calls take `visible_BT`, which limits how many keys each token attends to."""
+        """Whether calls take `visible`, which limits how many keys each token attends to."""
         self._tables = tables
 
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:

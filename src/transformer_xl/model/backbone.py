@@ -1,6 +1,6 @@
 """The layers of Transformer-XL for continuous inputs: a backbone with memory, as in reinforcement learning.
 
-    hidden_BTD, memory = backbone(inputs_BTD, memory, starts_BT=starts_BT)
+    hidden_BTD, memory = backbone(inputs_BTD, memory, starts=starts_BT)
 
 There is no embedding and no softmax. An episode may start at any of the T steps; no step attends to what was before the
 start of its episode. By default the layers are those of GTrXL (Parisotto et al. 2019, arXiv 1910.06764).
@@ -69,7 +69,7 @@ class Backbone(RelativeModel):
 
     @override
     def forward(
-        self, inputs_BTD: Tensor, memory: Memory | None = None, *, starts_BT: Tensor | None = None
+        self, inputs: Tensor, memory: Memory | None = None, *, starts: Tensor | None = None
     ) -> tuple[Tensor, Memory]:
         """Process T steps of each batch row, which continue the steps in `memory`.
 
@@ -77,9 +77,9 @@ class Backbone(RelativeModel):
         keys in both: with an attention_window of memory_length + 1 at most, and with the same weights.
 
         Args:
-            inputs_BTD: the inputs, of width d_input (d_model if that is None).
+            inputs: the inputs (B, T, d_input), of width d_input (d_model if that is None).
             memory: the memory of earlier steps, or None if there are none. It is not changed.
-            starts_BT: whether each step is the first of an episode (bool). What was before the last start is neither
+            starts: whether each step is the first of an episode (B, T), bool. What was before the last start is neither
                 attended nor valid in the next memory. None: all steps continue those before them.
 
         Returns:
@@ -88,9 +88,9 @@ class Backbone(RelativeModel):
         Raises:
             UserError: a shape or dtype is wrong, or the memory is of another batch size, backbone or weights.
         """
-        x_BTD, memory = self.embed(inputs_BTD, memory)
-        self._check_starts(starts_BT, inputs_BTD)
-        states_BTD, memory = self.run_layers(x_BTD, memory, starts_BT)
+        x_BTD, memory = self.embed(inputs, memory)
+        self._check_starts(starts, inputs)
+        states_BTD, memory = self.run_layers(x_BTD, memory, starts)
         return states_BTD[-1], memory
 
     def embed(self, inputs_BTD: Tensor, memory: Memory | None = None) -> tuple[Tensor, Memory]:
@@ -99,10 +99,10 @@ class Backbone(RelativeModel):
         Raises:
             UserError: the shape of the inputs is wrong, or the memory is of another batch size, backbone or weights.
         """
-        check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, steps, d_input)")
+        check_type(inputs_BTD, Tensor, "inputs", "give a tensor of shape (batch, steps, d_input)")
         width = self.config.d_input or self.config.d_model
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != width or not inputs_BTD.shape[1]:
-            actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
+            actual = f"inputs of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, steps, {width}), with one step or more")
         memory = self.check_memory(memory, len(inputs_BTD))
         return self.input_proj(inputs_BTD), memory
@@ -119,13 +119,13 @@ class Backbone(RelativeModel):
         return norm.weight
 
     def _check_starts(self, starts_BT: Tensor | None, inputs_BTD: Tensor) -> None:
-        check_type(starts_BT, (Tensor, type(None)), "starts_BT", "give a tensor with true where an episode starts")
+        check_type(starts_BT, (Tensor, type(None)), "starts", "give a tensor with true where an episode starts")
         if starts_BT is None:
             return
         if starts_BT.dtype != torch.bool:
-            raise UserError(f"starts_BT has dtype {starts_BT.dtype}; give torch.bool, true where an episode starts")
+            raise UserError(f"starts has dtype {starts_BT.dtype}; give torch.bool, true where an episode starts")
         if starts_BT.shape != inputs_BTD.shape[:2]:
             raise UserError(
-                f"starts_BT of shape {tuple(starts_BT.shape)} for inputs_BTD of shape {tuple(inputs_BTD.shape)}; "
+                f"starts of shape {tuple(starts_BT.shape)} for inputs of shape {tuple(inputs_BTD.shape)}; "
                 f"expected {tuple(inputs_BTD.shape[:2])}, one for each step"
             )

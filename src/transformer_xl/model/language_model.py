@@ -95,9 +95,9 @@ class LanguageModel(ModelWithMemory):
         tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-        visible_BT: Tensor | None = None,
+        inputs: Tensor | None = None,
+        lengths: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Process T tokens of each batch row, which continue the tokens in `memory`.
 
@@ -105,12 +105,12 @@ class LanguageModel(ModelWithMemory):
             tokens_BT: token ids 0 to V - 1, as a tensor, array or list of any integer dtype, on any device; of shape
                 (T,) they are one batch row.
             memory: the memory of earlier tokens, or None if there are none. It is not changed.
-            inputs_BTD: inputs to the first layer in place of embedded tokens (for example features of music or speech).
-            lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
+            inputs: inputs to the first layer (B, T, D) in place of embedded tokens (for example features of speech).
+            lengths: number of tokens (B,) of each batch row that are not padding, or None if there is no padding, which
                 comes first and is neither attended nor cached; its hidden states are finite but meaningless.
-            visible_BT: number of keys that each token attends to at most, counted back from its own, or None for all
-                in memory and segment. So a memory of more slots than a text's tokens may see can be used, and several
-                segments be read at once (`reader.py`). Only where `limits_visible` is true.
+            visible: number of keys (B, T) that each token attends to at most, counted back from its own, or None for
+                all in memory and segment. So a memory of more slots than a text's tokens may see can be used, and
+                several segments be read at once (`reader.py`). Only where `limits_visible` is true.
 
         Returns:
             hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
@@ -120,9 +120,7 @@ class LanguageModel(ModelWithMemory):
                 a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size, model or
                 weights.
         """
-        states_BTD, memory = self.hidden_states(
-            tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B, visible_BT=visible_BT
-        )
+        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs=inputs, lengths=lengths, visible=visible)
         return states_BTD[-1], memory
 
     def hidden_states(
@@ -130,18 +128,18 @@ class LanguageModel(ModelWithMemory):
         tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-        visible_BT: Tensor | None = None,
+        inputs: Tensor | None = None,
+        lengths: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
         """Process tokens as `forward` does, and return the hidden states of all layers.
 
         Returns:
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
-        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B, visible_BT)
-        assert visible_BT is None or self.limits_visible
-        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, visible_BT)
+        x_BTD, memory = self.embed(tokens_BT, memory, inputs, lengths, visible)
+        assert visible is None or self.limits_visible
+        states_BTD, memory = self.run_layers(x_BTD, memory, lengths, visible)
         return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
 
     @abstractmethod
@@ -153,8 +151,8 @@ class LanguageModel(ModelWithMemory):
         Args:
             x_BTD: the embedded tokens, without dropout.
             memory: the memory of the tokens before them.
-            lengths_B: as for `forward`.
-            visible_BT: as for `forward`; None where `limits_visible` is false.
+            lengths_B: `lengths` of `forward`.
+            visible_BT: `visible` of `forward`; None where `limits_visible` is false.
         """
 
     def training_losses(
@@ -342,7 +340,7 @@ class LanguageModel(ModelWithMemory):
                 outside the vocabulary; or the memory does not fit.
         """
         if (tokens_BT is None) == (inputs_BTD is None):
-            raise UserError("give either tokens_BT or inputs_BTD")
+            raise UserError("give either tokens_BT or inputs")
         if tokens_BT is not None:
             tokens_BT = to_device(
                 as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT"), self.softmax.bias.device
@@ -353,16 +351,15 @@ class LanguageModel(ModelWithMemory):
                     embedded_BTD, tokens_BT, self.config.regularization.embedding_dropout, self.config.vocab_size
                 )
             inputs_BTD = embedded_BTD
-        check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, tokens, d_model)")
+        check_type(inputs_BTD, Tensor, "inputs", "give a tensor of shape (batch, tokens, d_model)")
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
-            actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
+            actual = f"inputs of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, tokens, {self.config.d_model}), with one token or more")
-        check_type(lengths_B, (Tensor, type(None)), "lengths_B", "give a tensor with the length of each batch row")
+        check_type(lengths_B, (Tensor, type(None)), "lengths", "give a tensor with the length of each batch row")
         if lengths_B is not None and lengths_B.shape != inputs_BTD.shape[:1]:
             raise UserError(
-                f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {len(inputs_BTD)}; "
-                "expected one for each row"
+                f"lengths of shape {tuple(lengths_B.shape)} for batch size {len(inputs_BTD)}; expected one for each row"
             )
         memory = self.check_memory(memory, len(inputs_BTD))
         if self.ngrams is None:

@@ -321,7 +321,7 @@ def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int
     splits = text.tokenizer_splits if config.kind == text.tokenizer.kind else ("train",)
     documents = [document for split in splits for document in text.splits.get(split, ())]
     documents = _with_progress({"train": documents}, "train tokenizer", progress)["train"]
-    return train_tokenizer(config, documents, num_workers=num_workers)
+    return train_tokenizer(config, documents, num_workers=num_workers, progress=progress)
 
 
 def _with_progress(

@@ -147,7 +147,7 @@ class BackboneModule(TensorDictModuleBase):
         if hidden_BTLMD is not None and valid_BT is not None:
             valid_B = valid_BT[:, 0].reshape(-1)
             memory = memory.with_stacked({"hidden": hidden_BTLMD[:, 0], "valid": valid_B, "position": valid_B})
-        out_BTD, memory = self.backbone(inputs_BTD, memory, starts_BT=starts_BT)
+        out_BTD, memory = self.backbone(inputs_BTD, memory, starts=starts_BT)
         tensordict.set(out_key, out_BTD.reshape(*tensordict.shape, -1))
         if not is_windows:
             stacked = memory.stacked()

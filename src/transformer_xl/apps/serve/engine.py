@@ -275,7 +275,7 @@ class Engine:
                 num_new = tokens_BT.shape[1]
                 first_visible = job.memory_length + start % served.plan.segment_length + 1
                 visible_BT = torch.arange(first_visible, first_visible + num_new, device=inference.device)[None]
-                _, memory = inference(tokens_BT, memory, visible_BT=visible_BT)
+                _, memory = inference(tokens_BT, memory, visible=visible_BT)
                 self.counters.prompt_tokens += num_new
                 start += num_new
         tokens_BT = torch.tensor([ids[start:]], device=inference.device)
