@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from rich.filesize import decimal
 
+from transformer_xl import __version__
 from transformer_xl.config import UserError, nearest
 
 _MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
@@ -59,8 +61,10 @@ def set_threads(number: int | None) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Describe where a speed was measured: device, threads, versions and, if known, the processor."""
+    """Describe where something was computed: versions, the commit where there is one, device, threads, processor."""
     return {
+        "transformer_xl": __version__,
+        "commit": _commit(),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -68,6 +72,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         "machine": platform.machine(),
         "processor": _processor(),
     }
+
+
+def _commit() -> str | None:
+    """Return the commit that the package is run from, with -dirty after it if files have changed since."""
+    clone = Path(__file__).parents[2]
+    if not (clone / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        words = ["git", "-C", str(clone), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return None
 
 
 def _processor() -> str:

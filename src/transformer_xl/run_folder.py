@@ -4,6 +4,7 @@ config.yaml            all settings, and the history of their changes
 txl_tokenizer.json     the tokenizer
 model.safetensors      the best weights: those with the lowest validation loss
 metrics.jsonl          metrics of training and validation, one JSON object per line
+starts.jsonl           where and by what each start and resumption of the training was run
 checkpoints/step-N/    a checkpoint, from which training resumes:
   model.safetensors      the last weights
   training/              optimizer, memory, weight average and random state: one file per process
@@ -16,9 +17,12 @@ adapter_config.json for peft; the weights are those of its base, a run whose fol
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,7 +47,7 @@ from transformer_xl.config import (
     read_yaml,
     run_settings,
 )
-from transformer_xl.device import require_memory
+from transformer_xl.device import environment, require_memory
 from transformer_xl.files import (
     as_path,
     as_user_error,
@@ -332,6 +336,26 @@ class RunFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
         return entries
+
+    def record_start(self, step: int, device: torch.device, processes: int) -> None:
+        """Append a line to starts.jsonl: when, where and by what training begins or goes on.
+
+        Raises:
+            UserError: the file system refuses.
+        """
+        file, date = self.path / "starts.jsonl", datetime.now(UTC).isoformat(timespec="seconds")
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        line = {"date": date, "step": step, "command": command, "processes": processes, **environment(device)}
+        with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def last_start(self) -> dict[str, Any] | None:
+        """Return the last line of starts.jsonl; None if the run has none, as those of 0.1, or it was cut off."""
+        file = self.path / "starts.jsonl"
+        with suppress(ValueError, IndexError):
+            check_not_special(file)
+            return json.loads(read_bytes(file).splitlines()[-1]) if file.exists() else None
+        return None
 
     def write_config(self) -> None:
         """Write config.yaml, if it has other settings.

@@ -394,7 +394,8 @@ def test_run_whose_first_checkpoint_could_not_be_written_can_be_resumed(folder: 
     with no_file_larger_than(9000):  # larger than config.yaml and txl_tokenizer.json, smaller than the file of weights
         message = error_of(TRAIN_SMALL, capfd)
     assert re.search(r"writing new/checkpoints/.*model.safetensors: file too large", message)
-    assert {path.name for path in (folder / "new").rglob("*")} == {"checkpoints", "config.yaml", "txl_tokenizer.json"}
+    names = {"checkpoints", "config.yaml", "starts.jsonl", "txl_tokenizer.json"}
+    assert {path.name for path in (folder / "new").rglob("*")} == names
     do("train --resume new")
     assert_same_weights(folder / "new", folder / "run")
 

@@ -19,6 +19,7 @@ import torch
 from refusals import NO_RECIPE, txl
 
 import transformer_xl
+from transformer_xl import __version__
 from transformer_xl.config import load_recipe, recipe_names
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -212,6 +213,11 @@ def test_info_of_a_run(folder: Path) -> None:
     table = txl("info", folder / "run")
     assert table.status == 0
     assert f"{facts['parameters']:,}" in table.out
+    start = facts["last_start"]
+    assert (start["step"], start["processes"], start["transformer_xl"]) == (0, 1, __version__)
+    assert start["date"].startswith("20")
+    assert {"commit", "torch", "processor", "device", "command"} <= start.keys()
+    assert "last start: torch" in table.out
 
 
 def test_info_of_a_corpus_and_the_hardware(folder: Path) -> None:

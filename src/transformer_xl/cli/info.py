@@ -61,8 +61,12 @@ def info(
     if json:
         print_json(sections)
         return
+    if "run" in sections:  # each group of settings is a table of its own
+        facts = sections.pop("run")
+        sections["run"] = {name: value for name, value in facts.items() if not isinstance(value, dict)}
+        sections |= {name: value for name, value in facts.items() if isinstance(value, dict)}
     for title, facts in sections.items():
-        print_table(title, ["", "value"], [[name.replace("_", " "), _format(value)] for name, value in facts.items()])
+        print_table(title.replace("_", " "), ["", "value"], _rows(facts))
 
 
 def _folder_facts(path: Path, verify: bool, device: torch.device) -> dict[str, Any]:
@@ -115,8 +119,18 @@ def _run_facts(folder: RunFolder, device: torch.device) -> dict[str, Any]:
         **(weights.as_dict() if weights else {"checkpoint": None, "other_checkpoints": []}),
         "memory_lengths": lengths.model_dump(mode="json") if lengths else None,
         "newest_checkpoint": newest.name if newest else None,
+        "last_start": folder.last_start(),
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
     }
+
+
+def _rows(facts: dict[str, Any], group: str = "") -> list[list[str]]:
+    """Return names and values, those of a group with its name before them."""
+    rows: list[list[str]] = []
+    for name, value in facts.items():
+        title = f"{group}{name.replace('_', ' ')}"
+        rows += _rows(value, f"{title}: ") if isinstance(value, dict) else [[title, _format(value)]]
+    return rows
 
 
 def _format(value: Any) -> str:

@@ -249,6 +249,7 @@ def run_training(
         with ExitStack() as stack:
             log = say if show_progress else ignore
             trainer = start(world, stack, log)
+            world.in_first(trainer.folder.record_start, trainer.state.step, trainer.device, world.size)
             num_tokens = trainer.config.batch_size * trainer.config.segment_length
             num_trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
             trained = "" if num_trained == trainer.model.num_parameters() else f", {num_trained:,} of them trained"
