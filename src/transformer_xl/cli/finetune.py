@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
+from transformer_xl.cli.flags import (
+    EVALUATION,
+    MODEL,
+    TRAINING,
+    EvaluationFlags,
+    ModelFlags,
+    TrainFlags,
+    given_settings,
+)
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.train import print_result
 
@@ -26,9 +34,9 @@ def finetune(
     lora_dropout: float | None = None,
     lora_targets: str | None = None,
     checkpoint: Literal["best", "last"] = "best",
-    model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
-    train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
-    evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
+    model: Annotated[ModelFlags | None, Parameter(group=MODEL)] = None,
+    train: Annotated[TrainFlags | None, Parameter(group=TRAINING)] = None,
+    evaluation: Annotated[EvaluationFlags | None, Parameter(group=EVALUATION)] = None,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
@@ -28,6 +28,12 @@ from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 _Checked = TypeVar("_Checked", bound=Settings)
 
 
+MODEL, TRAINING, EVALUATION = (
+    Group(name, sort_key=index) for index, name in enumerate(("Model", "Training", "Evaluation"))
+)
+"""Groups of flags in help, in this order."""
+
+
 def _model_fields() -> dict[str, FieldInfo]:
     """Return the settings of all architectures; descriptions list the architectures that have the setting."""
     description = "Model architecture. Flags that only some architectures have list them in brackets."
@@ -45,13 +51,17 @@ def _model_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-def optional_flags(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
+def optional_flags(
+    name: str, settings: Mapping[str, FieldInfo], *excluded: str, default: str = "default", **defaults: object
+) -> type[BaseModel]:
     """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks.
 
     Args:
         name: name of the group, such as model.
         settings: the fields of a config class.
         excluded: names of settings without a flag.
+        default: what the help calls the default of a setting.
+        defaults: defaults that the command has in place of those of the settings.
     """
     fields: dict[str, Any] = {}
     for setting, field in settings.items():
@@ -59,10 +69,10 @@ def optional_flags(name: str, settings: Mapping[str, FieldInfo], *excluded: str)
         if setting in excluded:
             continue
         if isinstance(inner, type) and issubclass(inner, Settings):
-            fields[setting] = (optional_flags(setting, inner.model_fields) | None, None)
+            fields[setting] = (optional_flags(setting, inner.model_fields, default=default) | None, None)
             continue
-        values = field.default if isinstance(field.default, tuple) else [field.default]
-        default = ",".join(map(str, values)).lower() or "none"
+        values = defaults.get(setting, field.default)
+        shown = ",".join(map(str, values if isinstance(values, tuple) else [values])).lower() or "none"
         # settings that parse text take one argument, such as 20,40; for other tuples the flag is repeated
         parses_text = any(isinstance(constraint, BeforeValidator) for constraint in field.metadata)
         flag_type: Any = str if parses_text else inner
@@ -74,16 +84,19 @@ def optional_flags(name: str, settings: Mapping[str, FieldInfo], *excluded: str)
             flag_type = Annotated[flag_type, BeforeValidator(whole_number)]
         if field.default is True:  # also where commands have no --no-... for switches that are off by default
             flag_type = Annotated[flag_type, Parameter(negative=f"no-{setting.replace('_', '-')}")]
-        description = f"{' '.join(str(field.description).split())} [default: {default}]"
+        description = f"{' '.join(str(field.description).split())} [{default}: {shown}]"
         fields[setting] = (flag_type | None, Field(default=None, description=description))
     return create_model(f"{name.capitalize()}Flags", **fields)
 
 
-ModelFlags = optional_flags("model", _model_fields())
-TrainFlags = optional_flags("train", TrainConfig.model_fields)
-EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields)
+_UNSET = "where recipe and run say nothing"
+ModelFlags = optional_flags("model", _model_fields(), default=_UNSET)
+TrainFlags = optional_flags("train", TrainConfig.model_fields, default=_UNSET)
+EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields, default=_UNSET)
 GenerationFlags = optional_flags("generation", GenerationConfig.model_fields)
-ScoreFlags = optional_flags("score", EvaluationConfig.model_fields, "method", "dynamic")
+ScoreFlags = optional_flags(
+    "score", EvaluationConfig.model_fields, "method", "dynamic", default=_UNSET, reset_memory=True
+)
 TextFlags = optional_flags("text", TextConfig.model_fields)
 TokenizerFlags = optional_flags(
     "tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback"

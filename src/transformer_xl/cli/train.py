@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, as_flags, given_settings
+from transformer_xl.cli.flags import (
+    EVALUATION,
+    MODEL,
+    TRAINING,
+    EvaluationFlags,
+    ModelFlags,
+    TrainFlags,
+    as_flags,
+    given_settings,
+)
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Integer, Json
 from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.config import DEFAULT_RECIPE, UserError, merge
@@ -31,9 +40,9 @@ def train(
     from_step: Annotated[int | None, Integer, Parameter(name="--from")] = None,
     base: Path | None = None,
     find_rate: Annotated[bool, Parameter(negative=())] = False,
-    model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
-    train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
-    evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
+    model: Annotated[ModelFlags | None, Parameter(group=MODEL)] = None,
+    train: Annotated[TrainFlags | None, Parameter(group=TRAINING)] = None,
+    evaluation: Annotated[EvaluationFlags | None, Parameter(group=EVALUATION)] = None,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:
