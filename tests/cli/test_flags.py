@@ -70,7 +70,7 @@ def test_descriptions_list_the_architectures_that_have_the_setting() -> None:
     descriptions = {name: str(field.description) for name, field in ModelFlags.model_fields.items()}
     assert "[qrnn]" in descriptions["zoneout"]
     assert "[transformer-xl, shaw]" in descriptions["clamp_length"]
-    assert "[" not in descriptions["n_layers"].removesuffix("[default: 6]")
+    assert "[" not in descriptions["n_layers"].removesuffix("[if not set: 6]")
 
 
 def test_every_suggestion_is_a_flag() -> None:

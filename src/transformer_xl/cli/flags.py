@@ -89,7 +89,7 @@ def optional_flags(
     return create_model(f"{name.capitalize()}Flags", **fields)
 
 
-_UNSET = "where recipe and run say nothing"
+_UNSET = "if not set"  # neither by the recipe or run nor by a flag
 ModelFlags = optional_flags("model", _model_fields(), default=_UNSET)
 TrainFlags = optional_flags("train", TrainConfig.model_fields, default=_UNSET)
 EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields, default=_UNSET)

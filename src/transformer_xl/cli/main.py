@@ -17,7 +17,8 @@ from transformer_xl.progress import notes_worded
 COMMANDS = {
     "demo": "The main workflow on real text, in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token ids on disk.",
-    "train": "Train a model on a corpus, or resume a run.\n\nSettings: those of the recipe, replaced by flags; [if not set: ...] is for what neither sets. "
+    "train": "Train a model on a corpus, or resume a run.\n\nSettings: those of the recipe, replaced by flags; "
+    "'if not set' is for what neither sets. "
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
     "one skips the validation. --resume continues from there with the same training as without the stop.",
     "finetune": "Train the weights of a run further on another corpus, as a new run.",

@@ -48,9 +48,9 @@ def train(
 ) -> int:
     """Train a new model on a corpus, or resume a run.
 
-    Settings: those of the recipe, replaced by flags. Ctrl-C or SIGTERM saves a checkpoint, validates its weights
-    and ends the command with status 130 or 143; a second one skips the validation. --resume continues from there with
-    the same training as without the stop.
+    Settings: those of the recipe, replaced by flags; "if not set" is for what neither sets. Ctrl-C or SIGTERM saves a
+    checkpoint, validates its weights and ends the command with status 130 or 143; a second one skips the validation.
+    --resume continues from there with the same training as without the stop.
 
     Parameters
     ----------
