@@ -221,24 +221,29 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 _EXPECTED = {
     "prompt": "expected text, a list of texts, a list of token ids, or a list of such lists",
     "stop": f"expected a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of up to {MAX_STOPS} of them",
-    "logit_bias": "not supported; leave it out",
+    "content": 'expected text, or a list of parts {"type": "text", "text": ...}',
+    **dict.fromkeys(("logit_bias", "tools", "functions", "stop_token_ids"), "not supported; leave it out"),
 }
 
 
 def _explained(error: Any) -> ApiError:
     """Return what is wrong in a body, by the name of the field."""
-    path = [str(part) for part in error["loc"] if part != "body"]
-    name = next((part for part in path if not part.isdecimal()), "")
     if error["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON")
-    if error["type"] == "extra_forbidden":
-        message = f"{'.'.join(path)} is not a field of this request, or is not supported"
-    elif error["type"] == "missing":
-        message = f"{'.'.join(path) or 'the body'} is missing"
-    else:
+    name, expected = "", None
+    for part in error["loc"][1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
         # of a union there is an error for each of its types, which says less than this
-        message = f"{name or 'the body'}: {_EXPECTED.get(name, error['msg'])}"
-    return ApiError(400, message[:1000], param=name or None)
+        if expected := _EXPECTED.get(part):
+            break
+    shown = name[:1000] or "the body"
+    if error["type"] == "missing":
+        message = f"{shown} is missing"
+    elif error["type"] == "extra_forbidden" and expected is None:
+        message = f"{shown} is not a field of this request, or is not supported"
+    else:
+        message = f"{shown}: {expected or error['msg']}"
+    return ApiError(400, message[:1100], param=name[:1000] or None)
 
 
 def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:

@@ -66,6 +66,8 @@ class Guard:
                 self._metrics.responses[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
+        if scope["method"] == "HEAD":  # uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         try:
             headers = Headers(scope=scope)  # h11 refuses a second Host, and a Content-Length that is no number
             self._check_host(headers)

@@ -117,18 +117,19 @@ class RequestRunner:
         if template is None:
             message = "this server has no chat template; start it with --chat-template plain, or use /v1/completions"
             raise ApiError(400, message, code="no_chat_template")
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if None not in (body.max_tokens, body.max_completion_tokens):
+        lengths = {length for length in (body.max_tokens, body.max_completion_tokens) if length is not None}
+        if len(lengths) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
         end = template.partition("{content}")[2].partition("{")[0]
         sampling: dict[str, Any] = {name: getattr(body, name) for name in Sampling.model_fields}
-        sampling["stop"] = body.stop or end or None
+        sampling["stop"] = [*_stops(body), *([end] if end else [])]
         completion = CompletionBody.model_construct(
             **sampling,
             prompt=chat_prompt(template, body.messages),
-            max_tokens=body.max_completion_tokens or body.max_tokens or 256,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            max_tokens=max(lengths, default=256),
+            logprobs=body.top_logprobs if body.logprobs else None,
         )
         return await self.completion(completion, owner, session_header, message_end=end)
 
@@ -148,8 +149,8 @@ class RequestRunner:
             UserError: the prompt cannot be encoded, or the memory length is too large.
         """
         served, prompts = self.model(body.model), _prompts(body.prompt)
-        session_id = body.session or session_header
-        num_returned, max_tokens = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        session_id = body.session or session_header or None
+        num_returned, max_tokens = body.n, body.max_tokens
         num_samples = max(body.best_of or 1, num_returned)
         self._check_counts(body, len(prompts), num_samples, max_tokens)
         if session_id is not None and (len(prompts) > 1 or num_samples > 1):
@@ -158,7 +159,7 @@ class RequestRunner:
             )
         # those of the tokens are needed to rank samples
         num_logprobs = 0 if num_samples > num_returned and body.logprobs is None else body.logprobs
-        score_prompt, unsaid = bool(body.echo) and body.logprobs is not None, ""
+        score_prompt, unsaid = body.echo and body.logprobs is not None, ""
         memory_length = served.check_memory_length(body.memory_length)
         if score_prompt and not memory_length:
             served.plan.refuse_extended_context("scoring a prompt")
@@ -171,7 +172,7 @@ class RequestRunner:
         if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
             raise ApiError(400, f"{message} is too much, more than {_MAX_WORK:,}; split the request")
-        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
+        seed = secrets.randbelow(2**63) if body.seed in (None, -1) else body.seed
         config = _config(body, max_tokens, seed)
         session = self._session(session_id, owner, served, body.memory_length)
         try:
@@ -197,7 +198,7 @@ class RequestRunner:
                     state=session.state if session else None,
                     keep_state=session is not None,
                     owner=owner,
-                    streams=bool(body.stream),
+                    streams=body.stream,
                 )
                 request.jobs.append(job)
             # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
@@ -215,9 +216,9 @@ class RequestRunner:
             ApiError: it is too much, or contradicts itself.
         """
         longest = self.config.max_tokens
-        if body.best_of is not None and body.best_of < (body.n or 1):
+        if body.best_of is not None and body.best_of < body.n:
             raise ApiError(400, f"best_of {body.best_of} is below n {body.n}", param="best_of")
-        if body.stream and num_samples > (body.n or 1):
+        if body.stream and num_samples > body.n:
             raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
@@ -382,8 +383,6 @@ def rest_of_end(text: str, end: str) -> str:
 
 def _prompts(prompt: object) -> list[str | list[int]]:
     """Return the prompts of a body, which may have one or several, as text or token ids."""
-    if prompt is None:
-        return [""]
     if isinstance(prompt, str):
         return [prompt]
     assert isinstance(prompt, list)
@@ -400,11 +399,15 @@ def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[li
 def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfig:
     values = {
         "max_new_tokens": max(1, max_tokens),
-        "temperature": 1.0 if body.temperature is None else float(body.temperature),
-        "top_p": None if body.top_p in (None, 1) else body.top_p,
+        "temperature": float(body.temperature),
+        "top_p": None if body.top_p == 1 else body.top_p,
         "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
         "min_p": body.min_p or None,
         "seed": seed,
-        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop": _stops(body),
     }
     return check_settings(GenerationConfig, values)
+
+
+def _stops(body: Sampling) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
