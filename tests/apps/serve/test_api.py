@@ -583,7 +583,7 @@ def _waiting(runner: RequestRunner) -> list:
     from transformer_xl.apps.serve.jobs import TextJob
     from transformer_xl.generation.generation_config import GenerationConfig
 
-    return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
+    return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None, owner=guard.owner_of(""))]
 
 
 def test_timeout(run: Run) -> None:

@@ -8,6 +8,8 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from servers import make_run, running
 
 from transformer_xl.apps.serve import app, connections
 from transformer_xl.apps.serve.answers import text_offsets
+from transformer_xl.apps.serve.engine import QueueFullError
 from transformer_xl.apps.serve.guard import owner_of
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
 from transformer_xl.apps.serve.requests import RequestRunner
@@ -87,9 +90,12 @@ def test_new_session_is_made_when_its_request_completes(
 ) -> None:
     """One that is refused, or whose client goes away, leaves none; and the event loop does not wait for the disk."""
     with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+
+        def refuse(*_: Any) -> None:
+            raise QueueFullError
+
         with monkeypatch.context() as patch:
-            patch.setattr(runner.engine, "max_waiting", -1)
-            patch.setattr(type(runner.engine), "num_waiting", 1)
+            patch.setattr(runner.engine, "submit", refuse)
             assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
         wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
         assert client.post("/v1/completions", json=wrong).status_code == 400
@@ -252,35 +258,43 @@ def test_sessions_of_the_key_with_the_most_bytes_make_room(run: Run, tmp_path: P
         assert left == made[-12:]  # 60,000 // 4,096 together with the other two
 
 
-def test_request_for_many_samples_gets_its_turn(run: Run, tmp_path: Path) -> None:
-    """Those of other keys that come later wait behind it, though they need fewer rows."""
-    wide, narrow = headers_of(tmp_path / "keys")
-    with running({"tiny": run}, api_key_file=str(tmp_path / "keys"), max_batch=4) as (client, runner):
+def test_key_that_asks_for_much_leaves_others_their_share(run: Run, tmp_path: Path) -> None:
+    """All rows are its own, and as many of its requests wait as may: those of another key are answered meanwhile."""
+    greedy, modest = headers_of(tmp_path / "keys")
+    limits = {"max_batch": 4, "max_waiting": 8, "api_key_file": str(tmp_path / "keys")}
+    with running({"tiny": run}, **limits) as (client, runner), contextlib.ExitStack() as stack:
+        wide = {**BODY, "n": 4, "max_tokens": 60_000, "stream": True}
+        answers = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=wide, headers=greedy)) for _ in range(4)
+        ]
+        chunks = [answer.iter_raw() for answer in answers]  # names, since an iterator that is dropped ends the stream
+        for one in chunks:
+            next(one)
+        (job, *_) = runner.engine._running
+        runner.engine.submit(*(replace(job, is_cancelled=threading.Event()) for _ in range(8)))
+        wait_until(lambda: runner.engine.num_waiting == 8)
+        assert client.post("/v1/completions", json=BODY, headers=greedy).status_code == 429
+        for _ in range(3):
+            answer = client.post("/v1/completions", json={**BODY, "n": 2}, headers=modest)
+            assert answer.status_code == 200, answer.text
+        assert runner.engine.num_waiting == 8
+        assert len(runner.engine._running) == 4
 
-        def post(headers: dict[str, str], **body: Any) -> threading.Thread:
-            def go() -> None:
-                answer = client.post("/v1/completions", json={**BODY, **body}, headers=headers)
-                order.append(len(answer.json()["choices"]))
 
-            waiting = runner.engine.num_waiting
-            thread = threading.Thread(target=go, daemon=True)
-            thread.start()
-            for _ in range(2000):
-                if runner.engine.num_waiting > waiting:
-                    return thread
-                time.sleep(0.01)
-            pytest.fail("it does not wait")
-
-        order: list[int] = []
-        long = {**BODY, "max_tokens": 60_000, "stream": True}
-        with client.stream("POST", "/v1/completions", json=long, headers=wide) as answer:
-            chunks = answer.iter_raw()  # a name for it, since an iterator that is dropped ends the stream
+def test_request_for_many_samples_leaves_others_of_its_key_some_rows(run: Run) -> None:
+    with running({"tiny": run}, max_batch=4) as (client, _):
+        wide = {**BODY, "n": 4, "max_tokens": 60_000, "stream": True}
+        with client.stream("POST", "/v1/completions", json=wide) as answer:
+            chunks = answer.iter_raw()
             next(chunks)
-            four, late = post(wide, n=4), post(narrow)
-            steps = runner.engine.counters.steps
-            while runner.engine.counters.steps < steps + 50:
-                time.sleep(0.01)
-            assert runner.engine.num_waiting == 2
-        four.join(20)
-        late.join(20)
-        assert order == [4, 1]
+            for num_samples in (1, 4):
+                answer = client.post("/v1/completions", json={**BODY, "n": num_samples})
+                assert len(answer.json()["choices"]) == num_samples
+            next(chunks)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -8,6 +8,7 @@ Shape suffixes: B batch size (1), D model width, V vocabulary.
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -275,6 +276,51 @@ def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.submit(one)
     listener.wait()
     assert many[-1][1].lists.empty()
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm"])
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_rows_are_shared_by_owner_and_by_request(engines, name: str, max_rows: int) -> None:
+    """A sample whose row is taken back, at its first tokens or later, gives the same text and the same memory."""
+    _, served, engine = engines(name, max_rows=max_rows)
+    endless = [make_job(served, "endless", 10**6, owner="a", num_samples=max_rows, streams=True)[0] for _ in range(2)]
+    engine.submit(*endless)
+    deadline = time.monotonic() + 60
+    while not endless[0].num_generated:
+        assert time.monotonic() < deadline
+    made = [
+        make_job(served, TEXTS[index % 2], 150 + 11 * index, owner=owner, seed=index, keep_state=True)
+        for index, owner in enumerate(["a", "b", "b", "b", "c"])
+        if owner != "a" or max_rows > 1
+    ]
+    for job, _ in made:
+        engine.submit(job)
+    for job, listener in made:
+        _, tokens, end = listener.wait()
+        assert isinstance(end, Finished), end
+        expected_ids, logprobs, _ = plainly_generated(served, job.input_ids, job.config, job.max_tokens)
+        assert ids_of(tokens) == expected_ids
+        assert logprobs == logprobs_of(tokens)
+        assert end.state.num_read == len(job.input_ids) + job.max_tokens - 1
+    assert len(engine._rows._holding) <= max_rows
+    for job in endless:
+        engine.cancel(job)
+
+
+def test_prompts_are_read_in_turns_of_their_owners(engines) -> None:
+    """A short one need not wait for a slice of each of many long ones."""
+    _, served, engine = engines(max_rows=16)
+    many = [make_job(served, LONG * 10, 1, owner="many") for _ in range(16)]
+    one, listener = make_job(served, "b", 1, owner="one")
+    engine.submit(*(job for job, _ in many))
+    deadline = time.monotonic() + 60
+    while not engine.counters.prompt_tokens:
+        assert time.monotonic() < deadline
+    engine.submit(one)
+    listener.wait()
+    assert all(other.lists.empty() for _, other in many)
+    for job, _ in many:
+        engine.cancel(job)
 
 
 def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

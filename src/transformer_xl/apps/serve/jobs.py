@@ -18,6 +18,7 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder, FinishReason
 from transformer_xl.generation.generation_config import GenerationConfig
+from transformer_xl.model.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -145,18 +146,24 @@ class Sample:
     index: int
     generator: torch.Generator
     builder: CompletionBuilder
+    memory: Memory | None
+    """Its memory while it has no row, which samples that have not begun share; None while it has one."""
+    num_read: int
+    """Number of tokens that this memory has read."""
     newest: int = 0
     """The newest token, which its memory has not read yet."""
     num_characters: int = 0
     """Number of characters that were released so far."""
+    turn_begin: int = 0
+    """Number of its tokens when it got its row."""
     held: list[tuple[int, ScoredToken]] = field(default_factory=list)
     """Tokens whose text is held back, each with the index of the character where it begins."""
 
     @staticmethod
-    def create(job: TextJob, index: int) -> Sample:
-        """Return sample `index` of a job, without tokens."""
+    def create(job: TextJob, index: int, memory: Memory) -> Sample:
+        """Return sample `index` of a job, without tokens, after the memory of the prompt."""
         generator = torch.Generator().manual_seed((job.config.seed + index) % 2**63)
-        return Sample(job, index, generator, job.builder.copy())
+        return Sample(job, index, generator, job.builder.copy(), memory, int(memory.valid_B[0]))
 
     def add(self, token: ScoredToken) -> Delta:
         """Add a token, and return the text and tokens that no later one can change."""

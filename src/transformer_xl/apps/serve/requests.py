@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,8 @@ class RequestRunner:
         self.engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
         folder = None if config.sessions is None else Path(config.sessions)
         self.sessions = SessionStore(self.engine.models, config.session_bytes, folder)
+        # by owner: of the threads that encode prompts, which are at least five, others must get some
+        self._encoding = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(2))
 
     def model(self, name: str | None) -> ServedModel:
         """Return a model by name, or the first one for None.
@@ -166,7 +169,7 @@ class RequestRunner:
         if message_end and session_id not in (None, "new"):
             unsaid = self.sessions.get(session_id, owner).message_end
             prompts = [f"{unsaid}{prompt}" for prompt in prompts]
-        encoded = await asyncio.to_thread(_encoded, served, prompts)
+        encoded = await self._encoded(served, prompts, owner)
         prompt_tokens = self.check_prompt(sum(map(len, encoded)))
         work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if body.echo else 0)
         if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
@@ -202,7 +205,8 @@ class RequestRunner:
                 )
                 request.jobs.append(job)
             # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
-            await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
+            async with self._encoding[owner]:
+                await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
             self._submit(request)
         except BaseException:
             self._release(session)
@@ -239,7 +243,7 @@ class RequestRunner:
         served = self.model(body.model)
         config = require_attention_terms(served.run.model).config
         memory_length = served.check_memory_length(body.memory_length)
-        (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
+        (ids,) = await self._encoded(served, [body.prompt], owner)
         if not self.check_prompt(len(ids)):
             raise ApiError(400, "the prompt is empty; give some text", param="prompt")
         position = len(ids) - 1 if body.position is None else body.position
@@ -266,11 +270,20 @@ class RequestRunner:
         self._submit(request)
         return request
 
+    async def _encoded(self, served: ServedModel, prompts: Sequence[str | list[int]], owner: str) -> list[list[int]]:
+        encode, check = served.run.tokenizer.encode, served.run.tokenizer.check_ids
+
+        def encoded() -> list[list[int]]:
+            return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
+
+        async with self._encoding[owner]:
+            return await asyncio.to_thread(encoded)
+
     def _submit(self, request: TextRequest) -> None:
         try:
             self.engine.submit(*request.jobs)
         except QueueFullError:
-            message, headers = "too many requests wait; try again later", {"retry-after": "5"}
+            message, headers = "too many requests of this key wait; try again later", {"retry-after": "5"}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         except UserError as error:
             raise ApiError(503, str(error)) from None
@@ -389,11 +402,6 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     if not prompt:
         raise ApiError(400, "prompt is an empty list; give some text", param="prompt")
     return [prompt] if isinstance(prompt[0], int) else prompt
-
-
-def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    encode, check = served.run.tokenizer.encode, served.run.tokenizer.check_ids
-    return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
 
 
 def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfig:

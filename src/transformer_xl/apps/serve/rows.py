@@ -116,6 +116,18 @@ class RowBatch(Generic[Occupant]):
         self._joining = [entry for entry in self._joining if entry[0] is not occupant]
         self.occupants = [None if other is occupant else other for other in self.occupants]
 
+    def take(self, occupant: Occupant) -> tuple[Memory, int]:
+        """Remove a sequence, and return what `join` needs to let it go on: a copy of its memory, and its count."""
+        for other, memory, num_read in self._joining:
+            if other is occupant:
+                taken = memory, num_read
+                break
+        else:
+            row = self.occupants.index(occupant)
+            taken = self.memory.select([row]), self._num_read[row]
+        self.leave(occupant)
+        return taken
+
     def all(self) -> list[Occupant]:
         """Return all sequences, also those that join before the next step."""
         return [one for one in self.occupants if one is not None] + [entry[0] for entry in self._joining]
