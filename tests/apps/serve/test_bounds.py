@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -20,10 +20,12 @@ from servers import make_run, running
 
 from transformer_xl.apps.serve import app, connections
 from transformer_xl.apps.serve.answers import text_offsets
+from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.engine import QueueFullError
 from transformer_xl.apps.serve.guard import owner_of
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
 from transformer_xl.apps.serve.requests import RequestRunner
+from transformer_xl.apps.serve.server import uvicorn_settings
 from transformer_xl.run import Run
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
@@ -184,14 +186,47 @@ def test_connection_without_a_request_is_closed(run: Run, monkeypatch: pytest.Mo
                 pass
 
 
-def test_idle_connections_keep_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"], ids=["idle", "no body"]
+)
+def test_connections_that_send_no_request_keep_nobody_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 5)
     with running({"tiny": run}) as (client, _), contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(client)) for _ in range(12)]
+        for connection in idle:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(sent)
         assert client.get("/health", timeout=20).status_code == 200
         idle[0].settimeout(20)
         with contextlib.suppress(ConnectionResetError):
             assert idle[0].recv(1) == b""
+
+
+def test_uvicorn_refuses_no_connection_before_the_longest_idle_makes_room() -> None:
+    settings = uvicorn_settings(cast("Any", None), ServerConfig())
+    assert settings.limit_concurrency is None
+
+
+def test_malformed_requests_write_no_lines_into_the_log(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    with running({"tiny": run}) as (client, _):
+        for sent in (
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\x16\x03\x01 a TLS greeting \r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\nmore",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5, 6\r\n\r\n",
+            b"GET / HTTP/1.1\r\n" + b"A: " + b"a" * 2**17 + b"\r\n\r\n",
+        ):
+            with connect(client) as connection:
+                connection.settimeout(20)
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    connection.sendall(sent)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(2**16):
+                        pass
+    assert capfd.readouterr().err == ""
 
 
 def test_client_that_reads_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

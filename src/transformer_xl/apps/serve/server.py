@@ -85,20 +85,23 @@ def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
     return Guard(build_app(runner), guard, runner.metrics)
 
 
-def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
-    """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
-    settings = uvicorn.Config(
-        guarded_app(runner, guard),
+def uvicorn_settings(app: Guard, config: ServerConfig) -> uvicorn.Config:
+    """Return how uvicorn serves the application; the number of connections is bounded in `connections.py` alone."""
+    return uvicorn.Config(
+        app,
         http=BoundedProtocol,
-        log_level="warning",
+        log_level="error",  # its warnings are a line for each malformed request
         access_log=False,
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds + _ANSWER_SECONDS,
-        limit_concurrency=4096,
         h11_max_incomplete_event_size=2**16,
     )
-    server = _Server(settings, runner.engine, config.shutdown_seconds)
+
+
+def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
+    """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
+    server = _Server(uvicorn_settings(guarded_app(runner, guard), config), runner.engine, config.shutdown_seconds)
 
     def on_death() -> None:
         server.should_exit = True
