@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import httpx2
@@ -540,7 +541,12 @@ def test_file_of_keys_that_everybody_can_read_is_mentioned(tmp_path: Path, capsy
     [
         ({"host": "evil.example"}, 403),
         ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "[::1].evil.example"}, 403),
+        ({"host": "[::1]:1]"}, 403),
+        ({"host": "localhost:1:2"}, 403),
+        ({"host": ""}, 403),
         ({"host": "localhost:1"}, 200),
+        ({"host": "[::1]:1"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
@@ -565,6 +571,36 @@ def test_large_bodies_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
         headers = {"content-type": "application/json"}
         assert client.post("/v1/completions", content=chunks(), headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/sessions/import", "/nothing"])
+@pytest.mark.parametrize("framing", ["Content-Length: 30000000", "Transfer-Encoding: chunked"])
+def test_error_is_answered_to_a_client_that_sends_all_before_it_reads(
+    client: httpx2.Client, path: str, framing: str
+) -> None:
+    kind = "octet-stream" if "import" in path else "json"
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: application/{kind}", "Connection: close"]
+    head = "\r\n".join([*lines, framing])
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        for _ in range(30):
+            chunk = b" " * 1_000_000
+            connection.sendall(b"f4240\r\n" + chunk + b"\r\n" if "chunked" in framing else chunk)
+        connection.sendall(b"0\r\n\r\n" if "chunked" in framing else b"")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 413 ")
+        while connection.recv(2**16):
+            pass
+
+
+def test_body_with_two_lengths_is_refused_and_ends_the_connection(client: httpx2.Client) -> None:
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nContent-Length: 4\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n".encode())
+        received = b""
+        while part := connection.recv(2**16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1") == 1
 
 
 def test_queue_answers_429_with_retry_after(run: Run) -> None:

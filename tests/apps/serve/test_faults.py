@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -239,6 +240,26 @@ def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path) -> Non
         assert client.post("/v1/completions", json=body).status_code == 200
         (file,) = tmp_path.iterdir()
         assert file.stat().st_size > 2**18
+
+
+def test_full_temporary_disk_is_said_without_its_path(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running({"tiny": run}, memory_length=4000) as (client, _):
+        session = make_session(client, prompt="a" * 4000)
+        content = client.get(f"/v1/sessions/{session}/export").content
+        for is_missing in (False, True):
+            folder = tmp_path / ("missing" if is_missing else "")
+            monkeypatch.setattr(tempfile, "tempdir", str(folder))
+            with small_files(2**18):
+                for answer in (
+                    client.get(f"/v1/sessions/{session}/export"),
+                    client.post("/v1/sessions/import", content=content, headers=OCTETS),
+                ):
+                    assert answer.status_code == 507, answer.text
+                    assert str(tmp_path) not in answer.text
+                    assert_no_inside(answer)
+        assert list(tmp_path.iterdir()) == []
 
 
 # The command
