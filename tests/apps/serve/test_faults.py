@@ -357,6 +357,23 @@ def test_sigterm_cuts_what_takes_too_long(run: Run, tmp_path: Path) -> None:
         stop(process)
 
 
+def test_second_server_of_a_folder_of_sessions_is_refused(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    process, address = start(run, "--sessions", str(folder))
+    try:
+        session = httpx2.post(f"{address}/v1/completions", json={**BODY, "session": "new"}).json()["session"]
+        (folder / ".session-other.safetensors.partial-1").touch()  # as the first server leaves it while it writes
+        command = [sys.executable, *PROGRAM, "serve", str(run.path), "--port", "0", "--sessions", str(folder)]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 2
+        (line,) = second.stderr.splitlines()
+        assert f"{folder} is in use by another txl command" in line
+        assert len(list(folder.iterdir())) == 2
+        assert httpx2.get(f"{address}/v1/sessions/{session}").status_code == 200
+    finally:
+        stop(process)
+
+
 def test_command_ends_when_the_model_thread_dies(run: Run) -> None:
     """The client gets a plain answer, the log says why, and the status is 1, so that systemd starts it again."""
     process, address = start(run, program=("-c", DYING_PROGRAM))
