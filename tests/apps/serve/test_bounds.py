@@ -328,6 +328,26 @@ def test_request_for_many_samples_leaves_others_of_its_key_some_rows(run: Run) -
             next(chunks)
 
 
+def test_room_of_an_answer_is_free_once_it_is_sent(run: Run) -> None:
+    """However the request ends; while a client does not read a long answer, it has the room."""
+    with running({"tiny": run}, timeout=20, max_batch=2) as (client, runner):
+        sizes = runner.engine._sizes
+        content = json.dumps({**BODY, "prompt": "a" * 2**18, "max_tokens": 0, "echo": True, "logprobs": 5}).encode()
+        with connect(client) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.5)  # in which no more is sent: no buffer of the system holds it
+            assert len(sizes) == 1
+        wait_until(lambda: not sizes)
+        for body, status in (({}, 200), ({"stream": True}, 200), ({"session": "unknown"}, 404), ({"n": 3}, 400)):
+            assert client.post("/v1/completions", json={**BODY, **body}).status_code == status
+        assert client.post("/attention", json={"prompt": "abc"}).status_code == 200
+        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True}) as answer:
+            next(answer.iter_raw())
+        wait_until(lambda: not sizes)
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not is_true():

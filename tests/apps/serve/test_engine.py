@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from small_runs import MEMORY, MODELS
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
 from transformer_xl.apps.serve.engine import Engine
-from transformer_xl.apps.serve.jobs import Delta, Failed, Finished, ScoredToken, TextJob
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, ScoredTokens, TextJob
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -321,6 +322,47 @@ def test_prompts_are_read_in_turns_of_their_owners(engines) -> None:
     assert all(other.lists.empty() for _, other in many)
     for job, _ in many:
         engine.cancel(job)
+
+
+def test_tokens_with_alternatives_take_little_memory(engines) -> None:
+    """Those of a job that does not stream, until it is finished: 8 bytes for each alternative."""
+    _, served, _ = engines()
+    job, _ = make_job(served, "a", 3000, num_logprobs=20)
+    tracemalloc.start()
+    try:
+        for index in range(3000):
+            top = tuple((index * 20 + rank, -0.5 - index - rank / 20) for rank in range(20))
+            tokens = ScoredTokens(20, [ScoredToken(index, -0.5 - index, top)])
+            job.add(Delta(0, "a", tokens, (index,), "length" if index == 2999 else None))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 3000 * 400
+    (delta,) = job.pending
+    assert isinstance(delta, Delta)
+    assert (delta.text, ids_of(list(delta.tokens))) == ("a" * 3000, list(range(3000)))
+    assert list(delta.tokens)[7].top[3] == (143, pytest.approx(-7.65))
+
+
+def test_answers_of_an_owner_have_room_until_they_are_sent(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs of one request share it; of another owner, a request at least begins."""
+    monkeypatch.setattr(engine_module, "MAX_VALUES", 10)
+    _, served, engine = engines()
+    first, second, other = AnswerSize("a", 15), AnswerSize("a", 6), AnswerSize("b", 10)
+    made = [
+        make_job(served, "x", 3, owner=size.owner, answer_size=size) for size in (first, first, second, other, other)
+    ]
+    engine.submit(*(job for job, _ in made[:3]))
+    engine.submit(*(job for job, _ in made[3:]))
+    for index in (0, 1, 3, 4):
+        made[index][1].wait()
+    assert engine.num_waiting == 1
+    assert made[2][1].lists.empty()
+    engine.release(first)
+    made[2][1].wait()
+    engine.release(second)
+    engine.release(other)
+    assert not engine._sizes
 
 
 def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

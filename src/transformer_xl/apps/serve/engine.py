@@ -30,7 +30,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
+from transformer_xl.apps.serve.jobs import (
+    AnswerSize,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Sample,
+    ScoredToken,
+    ScoredTokens,
+    TextJob,
+)
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.scheduler import RowScheduler
 from transformer_xl.apps.serve.served_model import ServedModel
@@ -43,6 +53,10 @@ from transformer_xl.reader import Reader
 
 READING_SLICE = 128
 """Tokens of prompts that are read between two steps of the sequences that are being generated."""
+
+MAX_VALUES = 2**22
+"""Values that the answer of one request may have (`AnswerSize`); those of an owner together twice as many, and less
+where several owners have some."""
 
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
@@ -100,6 +114,7 @@ class Engine:
         self._batches: dict[tuple[str, int], RowBatch[Sample]] = {}
         self._running: dict[TextJob, list[Sample]] = {}
         self._rows = RowScheduler(max_rows)
+        self._sizes: set[AnswerSize] = set()  # of requests that have begun and are not answered yet
         self._thread = threading.Thread(target=self._run, name="txl-model", daemon=True)
 
     def start(self) -> None:
@@ -135,6 +150,12 @@ class Engine:
         """Stop a job; its listener is not called any more, except for what is already on its way."""
         job.is_cancelled.set()
         with self._lock:
+            self._lock.notify()
+
+    def release(self, size: AnswerSize) -> None:
+        """Take note that a request is answered, whose size counts no longer."""
+        with self._lock:
+            self._sizes.discard(size)
             self._lock.notify()
 
     @property
@@ -215,9 +236,9 @@ class Engine:
             one, loser = change
             with self._failures({sample.job for sample in change if sample is not None}):
                 if loser is not None:
-                    loser.memory, loser.num_read = self._batch(loser.job).take(loser)
+                    loser.memory = self._batch(loser.job).take(loser)
                 assert one.memory is not None
-                self._batch(one.job).join(one, one.memory, one.num_read)
+                self._batch(one.job).join(one, one.memory, int(one.memory.valid_B[0]))
                 one.memory = None
 
     def _batch(self, job: TextJob) -> RowBatch[Sample]:
@@ -235,7 +256,10 @@ class Engine:
                 del self._batches[key]
 
     def _admitted(self) -> list[TextJob]:
-        """Take jobs that wait, while fewer of their owner have begun than its share of rows."""
+        """Take jobs that wait, while fewer of their owner have begun than its share of rows, and their answer has room.
+
+        The jobs of a request share its room, and an owner that has none gets it, so that each request ends.
+        """
         admitted, begun = list[TextJob](), Counter(job.owner for job in self._running)
         with self._lock:
             for owner in list(self._waiting):
@@ -244,9 +268,19 @@ class Engine:
                 self._waiting[owner] = deque(jobs)
                 if not jobs:
                     del self._waiting[owner]
-            share = max(1, self.max_rows // max(1, len(self._waiting.keys() | begun.keys())))
+            held = Counter[str]()
+            for size in self._sizes:
+                held[size.owner] += size.num_values
+            num_owners = max(1, len(self._waiting.keys() | begun.keys() | held.keys()))
+            share = max(1, self.max_rows // num_owners)
             for owner, jobs in list(self._waiting.items()):
                 while jobs and begun[owner] < share:
+                    size = jobs[0].answer_size
+                    if size is not None and size not in self._sizes:
+                        if held[owner] and held[owner] + size.num_values > 2 * MAX_VALUES // num_owners:
+                            break
+                        self._sizes.add(size)
+                        held[owner] += size.num_values
                     begun[owner] += 1
                     admitted.append(jobs.popleft())
                 if not jobs:
@@ -259,6 +293,8 @@ class Engine:
             yield from self._read_for_attention(job)
             return
         served, ids, is_scored = job.served, job.input_ids, job.score_prompt
+        if is_scored and job.state is None and not job.add_bos:
+            job.prompt_tokens.extend([ScoredToken(job.prompt_ids[0])])  # nothing predicts it
         if is_scored and job.state is None and not served.reads_as_score(job.memory_length):
             scorer = served.scoring_reader(job.memory_length, len(ids))
             yield from self._slices(job, scorer, ids[:-1], is_scored=True)
@@ -282,7 +318,7 @@ class Engine:
             self.counters.prompt_tokens += num_new
             if is_scored:
                 targets = job.input_ids[start + 1 : stop + 1]
-                job.prompt_tokens += self._score(job, hidden_BTD[:, : len(targets)], targets)
+                job.prompt_tokens.extend(self._score(job, hidden_BTD[:, : len(targets)], targets))
             if stop < len(token_ids):
                 yield
 
@@ -325,12 +361,10 @@ class Engine:
 
     def _finish_reading(self, job: TextJob, reader: Reader) -> None:
         """Choose the first token of the samples of a job whose prompt is read, or finish the job."""
-        if job.score_prompt and job.state is None and not job.add_bos:
-            job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
         served, memory = job.served, reader.held_memory
         if not job.max_tokens:
             state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
-            job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
+            job.pending += [Delta(index, "", ScoredTokens(), (), "length") for index in range(job.num_samples)]
             self._end(job, Finished(state))
             return
         assert reader.last_hidden_B1D is not None
@@ -367,7 +401,7 @@ class Engine:
             delta = one.add(token)
             self.counters.generated_tokens += 1
             job.num_generated += 1
-            job.pending.append(delta)
+            job.add(delta)
             if delta.finish_reason is not None:
                 self._finish(one)
             elif job.streams:

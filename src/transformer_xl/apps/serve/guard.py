@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -87,7 +87,8 @@ class Guard:
         except ApiError as error:
             await error_answer(error)(scope, body.receive, counted)
             return
-        await self._app(scope, received, counted)
+        with ExitStack() as scope["state"]["at_end"]:
+            await self._app(scope, received, counted)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()

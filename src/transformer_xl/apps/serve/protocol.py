@@ -111,16 +111,12 @@ class Sampling(Body):
     metadata: dict[str, Any] = {}
     parallel_tool_calls: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     # what this server does not do, with the value that asks for nothing
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
     repetition_penalty: Literal[1] = 1
-    length_penalty: Literal[1] = 1
     min_tokens: Literal[0] = 0
     ignore_eos: Literal[False] = False
-    include_stop_str_in_output: Literal[False] = False
-    use_beam_search: Literal[False] = False
     store: Literal[False] = False
     logit_bias: Annotated[dict[Any, Any], Field(max_length=0)] = {}
     stop_token_ids: EmptyList = []

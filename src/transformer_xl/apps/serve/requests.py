@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request
 
 from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.apps.serve.engine import Engine, QueueFullError
-from transformer_xl.apps.serve.jobs import Event, Failed, Finished, TextJob
+from transformer_xl.apps.serve.engine import MAX_VALUES, Engine, QueueFullError
+from transformer_xl.apps.serve.jobs import AnswerSize, Event, Failed, Finished, TextJob
 from transformer_xl.apps.serve.metrics import Metrics
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
 from transformer_xl.apps.serve.rows import MemoryState
@@ -28,8 +28,6 @@ from transformer_xl.generation.generation_config import GenerationConfig
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
 _MAX_PROMPTS = 256  # of a request
-# tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs
-_MAX_WORK = 2**22
 _LATE = "the request was not done in time"
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
 
@@ -40,6 +38,8 @@ class TextRequest:
 
     served: ServedModel
     jobs: list[TextJob]
+    size: AnswerSize
+    """Tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs."""
     num_returned: int
     """Samples of each prompt that are returned."""
     session: Session | None = None
@@ -79,8 +79,8 @@ class RequestRunner:
         self.engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
         folder = None if config.sessions is None else Path(config.sessions)
         self.sessions = SessionStore(self.engine.models, config.session_bytes, folder)
-        # by owner: of the threads that encode prompts, which are at least five, others must get some
-        self._encoding = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(2))
+        self.threads = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(2))
+        """Bound by owner of the threads that encode prompts or make answers, of which others must get some too."""
 
     def model(self, name: str | None) -> ServedModel:
         """Return a model by name, or the first one for None.
@@ -172,9 +172,10 @@ class RequestRunner:
         encoded = await self._encoded(served, prompts, owner)
         prompt_tokens = self.check_prompt(sum(map(len, encoded)))
         work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if body.echo else 0)
-        if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
+        size = AnswerSize(owner, work * (1 + (num_logprobs or 0)))
+        if size.num_values > MAX_VALUES:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
-            raise ApiError(400, f"{message} is too much, more than {_MAX_WORK:,}; split the request")
+            raise ApiError(400, f"{message} is too much, more than {MAX_VALUES:,}; split the request")
         seed = secrets.randbelow(2**63) if body.seed in (None, -1) else body.seed
         config = _config(body, max_tokens, seed)
         session = self._session(session_id, owner, served, body.memory_length)
@@ -183,7 +184,7 @@ class RequestRunner:
                 memory_length = session.memory_length
                 if message_end and session.message_end != unsaid:
                     raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
-            request = TextRequest(served, [], num_returned, session, message_end)
+            request = TextRequest(served, [], size, num_returned, session, message_end)
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not body.add_special_tokens:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
@@ -202,10 +203,11 @@ class RequestRunner:
                     keep_state=session is not None,
                     owner=owner,
                     streams=body.stream,
+                    answer_size=size,
                 )
                 request.jobs.append(job)
             # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
-            async with self._encoding[owner]:
+            async with self.threads[owner]:
                 await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
             self._submit(request)
         except BaseException:
@@ -250,10 +252,11 @@ class RequestRunner:
         if position >= len(ids):
             raise ApiError(400, f"position {position:,}: the prompt has {len(ids):,} tokens", param="position")
         num_seen = min(position + 2, memory_length + served.plan.segment_length)
-        if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
+        size = AnswerSize(owner, config.n_layers * config.n_heads * num_seen)
+        if size.num_values > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
             raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
-        request = TextRequest(served, [], 1)
+        request = TextRequest(served, [], size, 1)
         request.jobs.append(
             TextJob(
                 served,
@@ -265,6 +268,7 @@ class RequestRunner:
                 memory_length=memory_length,
                 shows_attention=True,
                 owner=owner,
+                answer_size=size,
             )
         )
         self._submit(request)
@@ -276,7 +280,7 @@ class RequestRunner:
         def encoded() -> list[list[int]]:
             return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
 
-        async with self._encoding[owner]:
+        async with self.threads[owner]:
             return await asyncio.to_thread(encoded)
 
     def _submit(self, request: TextRequest) -> None:

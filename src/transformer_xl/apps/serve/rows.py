@@ -116,17 +116,11 @@ class RowBatch(Generic[Occupant]):
         self._joining = [entry for entry in self._joining if entry[0] is not occupant]
         self.occupants = [None if other is occupant else other for other in self.occupants]
 
-    def take(self, occupant: Occupant) -> tuple[Memory, int]:
-        """Remove a sequence, and return what `join` needs to let it go on: a copy of its memory, and its count."""
-        for other, memory, num_read in self._joining:
-            if other is occupant:
-                taken = memory, num_read
-                break
-        else:
-            row = self.occupants.index(occupant)
-            taken = self.memory.select([row]), self._num_read[row]
+    def take(self, occupant: Occupant) -> Memory:
+        """Remove a sequence, and return a copy of its memory, with which it can join again."""
+        memory, row = self.memory_of(occupant)
         self.leave(occupant)
-        return taken
+        return memory.select([row])
 
     def all(self) -> list[Occupant]:
         """Return all sequences, also those that join before the next step."""

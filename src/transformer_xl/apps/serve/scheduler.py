@@ -34,8 +34,8 @@ class RowScheduler:
     def remove(self, one: Sample) -> None:
         """Remove a sample, whether it waits or has a row."""
         for samples_by_job in (self._waiting, self._holding):
-            if one in (samples := samples_by_job.get(one.job, ())):
-                _take(samples_by_job, one.job, samples.index(one))
+            if one in samples_by_job.get(one.job, ()):
+                _take(samples_by_job, one)
 
     def next_change(self) -> tuple[Sample, Sample | None] | None:
         """Return the sample that gets a row now, and the one that loses it if none is free, or None if all is fair."""
@@ -50,12 +50,12 @@ class RowScheduler:
             loser = None
             if rows.total() >= self._max_rows and (loser := self._loser(job, rows)) is None:
                 continue
-            if loser is not None:
-                _take(self._holding, loser.job, self._holding[loser.job].index(loser))
-            one = _take(self._waiting, job, 0)
+            one = self._waiting[job][0]
+            _take(self._waiting, one)
             if job in self._waiting:  # at the end: others with as few rows come first
                 self._waiting[job] = self._waiting.pop(job)
             if loser is not None:
+                _take(self._holding, loser)
                 self._waiting[loser.job] = self._waiting.pop(loser.job, deque())
                 self._waiting[loser.job].appendleft(loser)
             self._holding.setdefault(job, deque()).append(one)
@@ -79,11 +79,8 @@ class RowScheduler:
         return loser
 
 
-def _take(samples_by_job: dict[TextJob, deque[Sample]], job: TextJob, index: int) -> Sample:
-    """Remove and return a sample of a job, which has an entry as long as it has samples."""
-    samples = samples_by_job[job]
-    one = samples[index]
-    del samples[index]
-    if not samples:
-        del samples_by_job[job]
-    return one
+def _take(samples_by_job: dict[TextJob, deque[Sample]], one: Sample) -> None:
+    """Remove a sample of a job, which has an entry as long as it has samples."""
+    samples_by_job[one.job].remove(one)
+    if not samples_by_job[one.job]:
+        del samples_by_job[one.job]
