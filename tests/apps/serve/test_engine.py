@@ -23,7 +23,7 @@ from small_runs import MEMORY, MODELS
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
 from transformer_xl.apps.serve.engine import Engine
-from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, ScoredTokens, TextJob
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, TextJob, TokenLogprobs
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -332,7 +332,7 @@ def test_tokens_with_alternatives_take_little_memory(engines) -> None:
     try:
         for index in range(3000):
             top = tuple((index * 20 + rank, -0.5 - index - rank / 20) for rank in range(20))
-            tokens = ScoredTokens(20, [ScoredToken(index, -0.5 - index, top)])
+            tokens = TokenLogprobs(20, [ScoredToken(index, -0.5 - index, top)])
             job.add(Delta(0, "a", tokens, (index,), "length" if index == 2999 else None))
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:

@@ -30,17 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.apps.serve.jobs import (
-    AnswerSize,
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    Sample,
-    ScoredToken,
-    ScoredTokens,
-    TextJob,
-)
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.scheduler import RowScheduler
 from transformer_xl.apps.serve.served_model import ServedModel
@@ -364,7 +354,7 @@ class Engine:
         served, memory = job.served, reader.held_memory
         if not job.max_tokens:
             state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
-            job.pending += [Delta(index, "", ScoredTokens(), (), "length") for index in range(job.num_samples)]
+            job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
             self._end(job, Finished(state))
             return
         assert reader.last_hidden_B1D is not None

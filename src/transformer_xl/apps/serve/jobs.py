@@ -9,7 +9,7 @@ import math
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -34,7 +34,7 @@ class ScoredToken:
     """The most likely tokens at its position, best first, with the same log-probabilities."""
 
 
-class ScoredTokens:
+class TokenLogprobs:
     """Tokens in arrays, of 8 bytes each and 8 for each alternative."""
 
     def __init__(self, num_top: int = 0, tokens: Iterable[ScoredToken] = ()) -> None:
@@ -59,7 +59,8 @@ class ScoredTokens:
         for token in tokens:
             self._ids.append(token.token_id)
             self._logprobs.append(math.nan if token.logprob is None else token.logprob)
-            for token_id, logprob in [*token.top, *[(-1, 0.0)] * self._num_top][: self._num_top]:
+            rest = [(-1, 0.0)] * (self._num_top - len(token.top))
+            for token_id, logprob in (*token.top, *rest) if self._num_top else ():
                 self._top_ids.append(token_id)
                 self._top_logprobs.append(logprob)
 
@@ -70,7 +71,7 @@ class Delta:
 
     sample: int
     text: str
-    tokens: ScoredTokens
+    tokens: tuple[ScoredToken, ...] | TokenLogprobs
     """The tokens whose text begins in the text so far."""
     offsets: Sequence[int]
     """The index of the character of the sample's text where each of these tokens begins."""
@@ -139,7 +140,7 @@ class TextJob:
     answer_size: AnswerSize | None = None
     """That of the whole request; None: it needs no room."""
 
-    prompt_tokens: ScoredTokens = field(init=False)
+    prompt_tokens: TokenLogprobs = field(init=False)
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
     attention_LNP: Tensor | None = None
     """The attention of the last token of the prompt by layer, head and distance, once it is computed."""
@@ -153,8 +154,8 @@ class TextJob:
     def __post_init__(self) -> None:
         self.pending: list[Event] = []
         """What the listener was not told yet."""
-        self.prompt_tokens = ScoredTokens(self.num_logprobs or 0)
-        self._gathered: dict[int, tuple[list[str], ScoredTokens, array[int]]] = {}
+        self.prompt_tokens = TokenLogprobs(self.num_logprobs or 0)
+        self._gathered: dict[int, tuple[list[str], TokenLogprobs, array[int]]] = {}
         self.sample_logprobs = [0.0] * self.num_samples
         """Log-probability of each sample with all its tokens, those of a stop string too, if they are asked for."""
         self.sample_lengths = [0] * self.num_samples
@@ -163,7 +164,7 @@ class TextJob:
     def add(self, delta: Delta) -> None:
         """Let the listener be told what a sample got: all of it when it is finished, if the job does not stream."""
         if not self.streams:
-            new = list[str](), ScoredTokens(self.num_logprobs or 0), array("q")
+            new = list[str](), TokenLogprobs(self.num_logprobs or 0), array("q")
             texts, tokens, offsets = self._gathered.setdefault(delta.sample, new)
             texts.append(delta.text)
             tokens.extend(delta.tokens)
@@ -171,6 +172,8 @@ class TextJob:
             if delta.finish_reason is None:
                 return
             delta = Delta(delta.sample, "".join(texts), tokens, offsets, delta.finish_reason)
+        elif self.num_logprobs:
+            delta = replace(delta, tokens=TokenLogprobs(self.num_logprobs, delta.tokens))
         self.pending.append(delta)
 
     def mean_logprob(self, sample: int) -> float:
@@ -235,5 +238,5 @@ class Sample:
         ]
         self.held = [] if builder.finish_reason else self.held[len(released) :]
         offsets = tuple(entry[0] for entry in released)
-        tokens = ScoredTokens(self.job.num_logprobs or 0, (entry[1] for entry in released))
+        tokens = tuple(entry[1] for entry in released)
         return Delta(self.index, text, tokens, offsets, builder.finish_reason)

@@ -39,6 +39,8 @@ class RowScheduler:
 
     def next_change(self) -> tuple[Sample, Sample | None] | None:
         """Return the sample that gets a row now, and the one that loses it if none is free, or None if all is fair."""
+        if not self._waiting:
+            return None
         rows = Counter[str]()
         for job, samples in self._holding.items():
             rows[job.owner] += len(samples)
