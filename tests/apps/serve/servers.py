@@ -14,10 +14,9 @@ import uvicorn
 from small_runs import make_run
 
 from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.apps.serve.connections import BoundedProtocol
 from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
-from transformer_xl.apps.serve.server import guard_settings, guarded_app
+from transformer_xl.apps.serve.server import guard_settings, guarded_app, uvicorn_settings
 from transformer_xl.run import Run
 
 __all__ = ["make_run", "running"]
@@ -30,8 +29,7 @@ def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Clie
     runner = RequestRunner([ServedModel(name, run, config) for name, run in runs.items()], config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = guarded_app(runner, guard_settings(config))
-        settings_ = uvicorn.Config(app, http=BoundedProtocol, log_level="critical")
-        server = uvicorn.Server(settings_)
+        server = uvicorn.Server(uvicorn_settings(app, config))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         runner.engine.start()
         thread.start()

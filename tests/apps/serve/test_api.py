@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 
 import httpx2
@@ -20,6 +21,7 @@ from transformer_xl.generation.generate import generate
 from transformer_xl.run import Run
 
 PROMPT = "Once upon a time, a long text began. "
+USER = {"role": "user", "content": "hi"}
 KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"
 
 
@@ -144,7 +146,10 @@ def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Cl
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"tools": []}, "tools is not a field"),
+        ({"tool": []}, "tool is not a field"),
+        ({"tools": [{"type": "function"}]}, "tools: not supported; leave it out"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type: Input should be 'text'"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty: Input should be 1"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
         ({"suffix": "end"}, "suffix"),
@@ -159,7 +164,7 @@ def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Cl
         ({"stop": ""}, "stop: expected a text of 1"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"prompt": [300]}, "token id 300 is not in this byte vocabulary"),
         ({"prompt": []}, "empty list"),
         (
@@ -176,6 +181,72 @@ def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Cl
 )
 def test_wrong_values_are_refused_by_name(client: httpx2.Client, body: dict, message: str) -> None:
     assert message in error_of(client, 400, model="tiny", **{"prompt": "a", **body})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "are the same; give one"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
+        (
+            {"messages": [USER, {"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[1].content: expected text",
+        ),
+        ({"messages": [USER, USER, {**USER, "refusal": "no"}]}, "messages[2].refusal is not a field"),
+        ({"messages": [USER, {**USER, "role": ""}]}, "messages[1].role"),
+        ({"top_logprobs": 1}, "top_logprobs needs logprobs"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_wrong_chats_are_refused_by_the_name_of_the_message(client: httpx2.Client, values: dict, message: str) -> None:
+    assert message in error_of(client, 400, "/v1/chat/completions", **{"model": "tiny", "messages": [USER], **values})
+
+
+NEUTRAL = {
+    "tools": [],
+    "functions": None,
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "metadata": {"of": "me"},
+    "store": False,
+    "parallel_tool_calls": True,
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "reasoning_effort": None,
+    "ignore_eos": False,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "skip_special_tokens": True,
+    "no_field_at_all": None,
+}
+
+
+def test_fields_that_ask_for_nothing_change_nothing(client: httpx2.Client) -> None:
+    chat = {"model": "tiny", "messages": [USER], "seed": 3, "max_tokens": 9}
+    for path, body, more in (
+        ("/v1/completions", {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 9}, {}),
+        ("/v1/chat/completions", chat, {"top_logprobs": 0, "max_completion_tokens": 9}),
+    ):
+        names = client.get("/openapi.json").json()["components"]["schemas"]
+        fields = names["CompletionBody" if path == "/v1/completions" else "ChatBody"]["properties"]
+        nothing = dict.fromkeys(fields) | {"service_tier": "auto"}
+        answers = [client.post(path, json={**values, **body}) for values in ({}, {**NEUTRAL, **more}, nothing)]
+        assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+        assert len({json.dumps(answer.json()["choices"]) for answer in answers}) == 1
+    texts = {completion_of(client, prompt="a", seed=-1)["choices"][0]["text"] for _ in range(4)}
+    assert len(texts) > 1
+
+
+def test_head_answers_as_get_without_a_body(client: httpx2.Client) -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/openapi.json"):
+        answer, got = client.head(path), client.get(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+        assert answer.headers["content-type"] == got.headers["content-type"]
+    assert client.head("/v1/completions").status_code == 405
+    assert client.head("/nothing").status_code == 404
 
 
 def test_unknown_models_and_paths(client: httpx2.Client) -> None:
@@ -257,6 +328,36 @@ def test_chat_is_a_completion_of_the_template(run: Run, gpt: openai.OpenAI) -> N
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
+def test_chat_goes_on_with_the_messages_that_it_returned(client: httpx2.Client, gpt: openai.OpenAI) -> None:
+    """As objects of the client, as their JSON, and as other servers' messages have it."""
+    messages: list = [dict(USER)]
+    for convert in (lambda one: one, lambda one: one.model_dump(), lambda one: one.to_dict()):
+        answer = gpt.chat.completions.create(model="tiny", messages=messages, max_tokens=5, seed=2)
+        messages += [convert(answer.choices[0].message), dict(USER)]
+    contents = [m["content"] if isinstance(m, dict) else m.content for m in messages]
+    text = "".join(f"{role}: {content}\n" for role, content in zip(["user", "assistant"] * 4, contents, strict=False))
+    expected = completion_of(client, prompt=f"{text}assistant: ", max_tokens=5, seed=2, stop="\n")
+    answer = gpt.chat.completions.create(model="tiny", messages=messages, max_tokens=5, seed=2)
+    assert answer.choices[0].message.content == expected["choices"][0]["text"]
+    assert answer.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    other = {"content": None, "tool_calls": [call], "function_call": None, "annotations": [], "audio": {"id": "a"}}
+    messages = [USER, {"role": "assistant", **other}, {"role": "tool", "content": "5", "tool_call_id": "call_1"}]
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
+    assert answer.status_code == 200, answer.text
+
+
+def test_stop_of_a_client_adds_to_the_end_of_the_template(client: httpx2.Client) -> None:
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 400}
+    for seed in range(100):
+        plain = client.post("/v1/chat/completions", json={**body, "seed": seed}).json()["choices"]
+        if plain[0]["finish_reason"] == "stop":
+            own = client.post("/v1/chat/completions", json={**body, "seed": seed, "stop": "no such text"}).json()
+            assert own["choices"] == plain
+            return
+    pytest.fail("no reply was stopped")
+
+
 @pytest.mark.parametrize("stop", [None, "."])
 def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: httpx2.Client, stop: str | None) -> None:
     """After `length`, and after a stop string that is not the template's end; not after that end."""
@@ -271,7 +372,7 @@ def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: h
     def check(cut: dict[str, object], end: str) -> None:
         session = chat("new", "hi", **cut)["session"]
         branch = client.post(f"/v1/sessions/{session}/branch", json={}).json()["id"]
-        cut = {"logprobs": 0, "stop": stop or "\n", **cut}
+        cut = {"logprobs": 0, "stop": [stop, "\n"] if stop else "\n", **cut}
         plain = completion_of(client, prompt="user: hi\nassistant: ", session="new", **cut)["session"]
         prompt = f"{end}user: and\nassistant: "
         expected = completion_of(client, prompt=prompt, session=plain, **{**cut, "seed": 1, "max_tokens": 4})
@@ -284,8 +385,15 @@ def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: h
     check({"max_tokens": 3}, "\n")
     for seed in range(100):
         cut = {"max_tokens": 200, "seed": seed}
-        if chat("new", "hi", **cut)["choices"][0]["finish_reason"] == "stop":
-            check(cut, "" if stop is None else "\n")
+        reply = chat("new", "hi", **cut)
+        if reply["choices"][0]["finish_reason"] != "stop":
+            continue
+        # with a stop string of its own, the text that it ends must come before the template's end
+        free = completion_of(client, prompt="user: hi\nassistant: ", **{**cut, "stop": stop or "\n"})
+        is_own = stop is not None and free["choices"][0]["text"] == reply["choices"][0]["message"]["content"]
+        assert "\n" not in reply["choices"][0]["message"]["content"]
+        if is_own == (stop is not None):
+            check(cut, "\n" if is_own else "")
             return
     pytest.fail("no reply was stopped")
 
@@ -433,7 +541,12 @@ def test_file_of_keys_that_everybody_can_read_is_mentioned(tmp_path: Path, capsy
     [
         ({"host": "evil.example"}, 403),
         ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "[::1].evil.example"}, 403),
+        ({"host": "[::1]:1]"}, 403),
+        ({"host": "localhost:1:2"}, 403),
+        ({"host": ""}, 403),
         ({"host": "localhost:1"}, 200),
+        ({"host": "[::1]:1"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
@@ -460,6 +573,36 @@ def test_large_bodies_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         assert client.post("/v1/completions", content=chunks(), headers=headers).status_code == 413
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/sessions/import", "/nothing"])
+@pytest.mark.parametrize("framing", ["Content-Length: 30000000", "Transfer-Encoding: chunked"])
+def test_error_is_answered_to_a_client_that_sends_all_before_it_reads(
+    client: httpx2.Client, path: str, framing: str
+) -> None:
+    kind = "octet-stream" if "import" in path else "json"
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: application/{kind}", "Connection: close"]
+    head = "\r\n".join([*lines, framing])
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        for _ in range(30):
+            chunk = b" " * 1_000_000
+            connection.sendall(b"f4240\r\n" + chunk + b"\r\n" if "chunked" in framing else chunk)
+        connection.sendall(b"0\r\n\r\n" if "chunked" in framing else b"")
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 413 ")
+        while connection.recv(2**16):
+            pass
+
+
+def test_body_with_two_lengths_is_refused_and_ends_the_connection(client: httpx2.Client) -> None:
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nContent-Length: 4\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n".encode())
+        received = b""
+        while part := connection.recv(2**16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1") == 1
+
+
 def test_queue_answers_429_with_retry_after(run: Run) -> None:
     with running({"tiny": run}, max_batch=1, max_waiting=1) as (client, runner):
         body = {"model": "tiny", "prompt": "a", "max_tokens": 20_000, "stream": True}
@@ -476,7 +619,7 @@ def _waiting(runner: RequestRunner) -> list:
     from transformer_xl.apps.serve.jobs import TextJob
     from transformer_xl.generation.generation_config import GenerationConfig
 
-    return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
+    return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None, owner=guard.owner_of(""))]
 
 
 def test_timeout(run: Run) -> None:

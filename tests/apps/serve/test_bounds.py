@@ -8,8 +8,10 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -18,9 +20,12 @@ from servers import make_run, running
 
 from transformer_xl.apps.serve import app, connections
 from transformer_xl.apps.serve.answers import text_offsets
+from transformer_xl.apps.serve.config import ServerConfig
+from transformer_xl.apps.serve.engine import QueueFullError
 from transformer_xl.apps.serve.guard import owner_of
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, Body, ChatBody, CompletionBody, DetokenizeBody
 from transformer_xl.apps.serve.requests import RequestRunner
+from transformer_xl.apps.serve.server import uvicorn_settings
 from transformer_xl.run import Run
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "abc", "seed": 1, "max_tokens": 4}
@@ -87,9 +92,12 @@ def test_new_session_is_made_when_its_request_completes(
 ) -> None:
     """One that is refused, or whose client goes away, leaves none; and the event loop does not wait for the disk."""
     with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+
+        def refuse(*_: Any) -> None:
+            raise QueueFullError
+
         with monkeypatch.context() as patch:
-            patch.setattr(runner.engine, "max_waiting", -1)
-            patch.setattr(type(runner.engine), "num_waiting", 1)
+            patch.setattr(runner.engine, "submit", refuse)
             assert client.post("/v1/completions", json={**BODY, "session": "new"}).status_code == 429
         wrong = {**BODY, "session": "new", "prompt": "", "add_special_tokens": False}
         assert client.post("/v1/completions", json=wrong).status_code == 400
@@ -178,14 +186,47 @@ def test_connection_without_a_request_is_closed(run: Run, monkeypatch: pytest.Mo
                 pass
 
 
-def test_idle_connections_keep_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"], ids=["idle", "no body"]
+)
+def test_connections_that_send_no_request_keep_nobody_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 5)
     with running({"tiny": run}) as (client, _), contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(client)) for _ in range(12)]
+        for connection in idle:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(sent)
         assert client.get("/health", timeout=20).status_code == 200
         idle[0].settimeout(20)
         with contextlib.suppress(ConnectionResetError):
             assert idle[0].recv(1) == b""
+
+
+def test_uvicorn_refuses_no_connection_before_the_longest_idle_makes_room() -> None:
+    settings = uvicorn_settings(cast("Any", None), ServerConfig())
+    assert settings.limit_concurrency is None
+
+
+def test_malformed_requests_write_no_lines_into_the_log(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    with running({"tiny": run}) as (client, _):
+        for sent in (
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\x16\x03\x01 a TLS greeting \r\n\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\nmore",
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5, 6\r\n\r\n",
+            b"GET / HTTP/1.1\r\n" + b"A: " + b"a" * 2**17 + b"\r\n\r\n",
+        ):
+            with connect(client) as connection:
+                connection.settimeout(20)
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    connection.sendall(sent)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(2**16):
+                        pass
+    assert capfd.readouterr().err == ""
 
 
 def test_client_that_reads_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,35 +293,63 @@ def test_sessions_of_the_key_with_the_most_bytes_make_room(run: Run, tmp_path: P
         assert left == made[-12:]  # 60,000 // 4,096 together with the other two
 
 
-def test_request_for_many_samples_gets_its_turn(run: Run, tmp_path: Path) -> None:
-    """Those of other keys that come later wait behind it, though they need fewer rows."""
-    wide, narrow = headers_of(tmp_path / "keys")
-    with running({"tiny": run}, api_key_file=str(tmp_path / "keys"), max_batch=4) as (client, runner):
+def test_key_that_asks_for_much_leaves_others_their_share(run: Run, tmp_path: Path) -> None:
+    """All rows are its own, and as many of its requests wait as may: those of another key are answered meanwhile."""
+    greedy, modest = headers_of(tmp_path / "keys")
+    limits = {"max_batch": 4, "max_waiting": 8, "api_key_file": str(tmp_path / "keys")}
+    with running({"tiny": run}, **limits) as (client, runner), contextlib.ExitStack() as stack:
+        wide = {**BODY, "n": 4, "max_tokens": 60_000, "stream": True}
+        answers = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=wide, headers=greedy)) for _ in range(4)
+        ]
+        chunks = [answer.iter_raw() for answer in answers]  # names, since an iterator that is dropped ends the stream
+        for one in chunks:
+            next(one)
+        (job, *_) = runner.engine._running
+        runner.engine.submit(*(replace(job, is_cancelled=threading.Event()) for _ in range(8)))
+        wait_until(lambda: runner.engine.num_waiting == 8)
+        assert client.post("/v1/completions", json=BODY, headers=greedy).status_code == 429
+        for _ in range(3):
+            answer = client.post("/v1/completions", json={**BODY, "n": 2}, headers=modest)
+            assert answer.status_code == 200, answer.text
+        assert runner.engine.num_waiting == 8
+        assert len(runner.engine._running) == 4
 
-        def post(headers: dict[str, str], **body: Any) -> threading.Thread:
-            def go() -> None:
-                answer = client.post("/v1/completions", json={**BODY, **body}, headers=headers)
-                order.append(len(answer.json()["choices"]))
 
-            waiting = runner.engine.num_waiting
-            thread = threading.Thread(target=go, daemon=True)
-            thread.start()
-            for _ in range(2000):
-                if runner.engine.num_waiting > waiting:
-                    return thread
-                time.sleep(0.01)
-            pytest.fail("it does not wait")
-
-        order: list[int] = []
-        long = {**BODY, "max_tokens": 60_000, "stream": True}
-        with client.stream("POST", "/v1/completions", json=long, headers=wide) as answer:
-            chunks = answer.iter_raw()  # a name for it, since an iterator that is dropped ends the stream
+def test_request_for_many_samples_leaves_others_of_its_key_some_rows(run: Run) -> None:
+    with running({"tiny": run}, max_batch=4) as (client, _):
+        wide = {**BODY, "n": 4, "max_tokens": 60_000, "stream": True}
+        with client.stream("POST", "/v1/completions", json=wide) as answer:
+            chunks = answer.iter_raw()
             next(chunks)
-            four, late = post(wide, n=4), post(narrow, max_tokens=3000)  # long after the four, also on a busy machine
-            steps = runner.engine.counters.steps
-            while runner.engine.counters.steps < steps + 50:
-                time.sleep(0.01)
-            assert runner.engine.num_waiting == 2
-        four.join(60)
-        late.join(60)
-        assert order == [4, 1]
+            for num_samples in (1, 4):
+                answer = client.post("/v1/completions", json={**BODY, "n": num_samples})
+                assert len(answer.json()["choices"]) == num_samples
+            next(chunks)
+
+
+def test_room_of_an_answer_is_free_once_it_is_sent(run: Run) -> None:
+    """However the request ends; while a client does not read a long answer, it has the room."""
+    with running({"tiny": run}, timeout=20, max_batch=2) as (client, runner):
+        sizes = runner.engine._sizes
+        content = json.dumps({**BODY, "prompt": "a" * 2**18, "max_tokens": 0, "echo": True, "logprobs": 5}).encode()
+        with connect(client) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.5)  # in which no more is sent: no buffer of the system holds it
+            assert len(sizes) == 1
+        wait_until(lambda: not sizes)
+        for body, status in (({}, 200), ({"stream": True}, 200), ({"session": "unknown"}, 404), ({"n": 3}, 400)):
+            assert client.post("/v1/completions", json={**BODY, **body}).status_code == status
+        assert client.post("/attention", json={"prompt": "abc"}).status_code == 200
+        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 60_000, "stream": True}) as answer:
+            next(answer.iter_raw())
+        wait_until(lambda: not sizes)
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -8,6 +8,8 @@ Shape suffixes: B batch size (1), D model width, V vocabulary.
 from __future__ import annotations
 
 import queue
+import time
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +23,7 @@ from small_runs import MEMORY, MODELS
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
 from transformer_xl.apps.serve.engine import Engine
-from transformer_xl.apps.serve.jobs import Delta, Failed, Finished, ScoredToken, TextJob
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, TextJob, TokenLogprobs
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -275,6 +277,92 @@ def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.submit(one)
     listener.wait()
     assert many[-1][1].lists.empty()
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm"])
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_rows_are_shared_by_owner_and_by_request(engines, name: str, max_rows: int) -> None:
+    """A sample whose row is taken back, at its first tokens or later, gives the same text and the same memory."""
+    _, served, engine = engines(name, max_rows=max_rows)
+    endless = [make_job(served, "endless", 10**6, owner="a", num_samples=max_rows, streams=True)[0] for _ in range(2)]
+    engine.submit(*endless)
+    deadline = time.monotonic() + 60
+    while not endless[0].num_generated:
+        assert time.monotonic() < deadline
+    made = [
+        make_job(served, TEXTS[index % 2], 150 + 11 * index, owner=owner, seed=index, keep_state=True)
+        for index, owner in enumerate(["a", "b", "b", "b", "c"])
+        if owner != "a" or max_rows > 1
+    ]
+    for job, _ in made:
+        engine.submit(job)
+    for job, listener in made:
+        _, tokens, end = listener.wait()
+        assert isinstance(end, Finished), end
+        expected_ids, logprobs, _ = plainly_generated(served, job.input_ids, job.config, job.max_tokens)
+        assert ids_of(tokens) == expected_ids
+        assert logprobs == logprobs_of(tokens)
+        assert end.state.num_read == len(job.input_ids) + job.max_tokens - 1
+    assert len(engine._rows._holding) <= max_rows
+    for job in endless:
+        engine.cancel(job)
+
+
+def test_prompts_are_read_in_turns_of_their_owners(engines) -> None:
+    """A short one need not wait for a slice of each of many long ones."""
+    _, served, engine = engines(max_rows=16)
+    many = [make_job(served, LONG * 10, 1, owner="many") for _ in range(16)]
+    one, listener = make_job(served, "b", 1, owner="one")
+    engine.submit(*(job for job, _ in many))
+    deadline = time.monotonic() + 60
+    while not engine.counters.prompt_tokens:
+        assert time.monotonic() < deadline
+    engine.submit(one)
+    listener.wait()
+    assert all(other.lists.empty() for _, other in many)
+    for job, _ in many:
+        engine.cancel(job)
+
+
+def test_tokens_with_alternatives_take_little_memory(engines) -> None:
+    """Those of a job that does not stream, until it is finished: 8 bytes for each alternative."""
+    _, served, _ = engines()
+    job, _ = make_job(served, "a", 3000, num_logprobs=20)
+    tracemalloc.start()
+    try:
+        for index in range(3000):
+            top = tuple((index * 20 + rank, -0.5 - index - rank / 20) for rank in range(20))
+            tokens = TokenLogprobs(20, [ScoredToken(index, -0.5 - index, top)])
+            job.add(Delta(0, "a", tokens, (index,), "length" if index == 2999 else None))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 3000 * 400
+    (delta,) = job.pending
+    assert isinstance(delta, Delta)
+    assert (delta.text, ids_of(list(delta.tokens))) == ("a" * 3000, list(range(3000)))
+    assert list(delta.tokens)[7].top[3] == (143, pytest.approx(-7.65))
+
+
+def test_answers_of_an_owner_have_room_until_they_are_sent(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs of one request share it; of another owner, a request at least begins."""
+    monkeypatch.setattr(engine_module, "MAX_VALUES", 10)
+    _, served, engine = engines()
+    first, second, other = AnswerSize("a", 15), AnswerSize("a", 6), AnswerSize("b", 10)
+    made = [
+        make_job(served, "x", 3, owner=size.owner, answer_size=size) for size in (first, first, second, other, other)
+    ]
+    engine.submit(*(job for job, _ in made[:3]))
+    engine.submit(*(job for job, _ in made[3:]))
+    for index in (0, 1, 3, 4):
+        made[index][1].wait()
+    assert engine.num_waiting == 1
+    assert made[2][1].lists.empty()
+    engine.release(first)
+    made[2][1].wait()
+    engine.release(second)
+    engine.release(other)
+    assert not engine._sizes
 
 
 def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +242,26 @@ def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path) -> Non
         assert file.stat().st_size > 2**18
 
 
+def test_full_temporary_disk_is_said_without_its_path(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running({"tiny": run}, memory_length=4000) as (client, _):
+        session = make_session(client, prompt="a" * 4000)
+        content = client.get(f"/v1/sessions/{session}/export").content
+        for is_missing in (False, True):
+            folder = tmp_path / ("missing" if is_missing else "")
+            monkeypatch.setattr(tempfile, "tempdir", str(folder))
+            with small_files(2**18):
+                for answer in (
+                    client.get(f"/v1/sessions/{session}/export"),
+                    client.post("/v1/sessions/import", content=content, headers=OCTETS),
+                ):
+                    assert answer.status_code == 507, answer.text
+                    assert str(tmp_path) not in answer.text
+                    assert_no_inside(answer)
+        assert list(tmp_path.iterdir()) == []
+
+
 # The command
 
 
@@ -332,6 +353,23 @@ def test_sigterm_cuts_what_takes_too_long(run: Run, tmp_path: Path) -> None:
     process, address = start(run, "--sessions", str(tmp_path))
     try:
         assert httpx2.get(f"{address}/v1/sessions/{session}").json()["tokens"] == 1 + 3 + 16
+    finally:
+        stop(process)
+
+
+def test_second_server_of_a_folder_of_sessions_is_refused(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    process, address = start(run, "--sessions", str(folder))
+    try:
+        session = httpx2.post(f"{address}/v1/completions", json={**BODY, "session": "new"}).json()["session"]
+        (folder / ".session-other.safetensors.partial-1").touch()  # as the first server leaves it while it writes
+        command = [sys.executable, *PROGRAM, "serve", str(run.path), "--port", "0", "--sessions", str(folder)]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 2
+        (line,) = second.stderr.splitlines()
+        assert f"{folder} is in use by another txl command" in line
+        assert len(list(folder.iterdir())) == 2
+        assert httpx2.get(f"{address}/v1/sessions/{session}").status_code == 200
     finally:
         stop(process)
 

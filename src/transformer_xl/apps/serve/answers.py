@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from transformer_xl.apps.serve.jobs import ScoredToken
 from transformer_xl.apps.serve.protocol import ApiError
 from transformer_xl.text.tokenizers import Tokenizer
+
+_PART_BYTES = 2**18  # of a large answer
 
 
 class LargeAnswer(JSONResponse):
@@ -21,6 +24,15 @@ class LargeAnswer(JSONResponse):
     @override
     def render(self, content: Any) -> bytes:
         return to_json(content)  # no other thread runs meanwhile, and the encoder of Python takes seven times as long
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it in parts, so that it has ended only when the client has read it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), _PART_BYTES):
+            end = start + _PART_BYTES
+            part = bytes(self.body[start:end])
+            await send({"type": "http.response.body", "body": part, "more_body": end < len(self.body)})
 
 
 def error_answer(error: ApiError) -> JSONResponse:
@@ -63,7 +75,7 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
 
 
 def completion_logprobs(
-    names: TokenNames, tokens: Sequence[ScoredToken], offsets: Sequence[int], *, as_ids: bool
+    names: TokenNames, tokens: Iterable[ScoredToken], offsets: Sequence[int], *, as_ids: bool
 ) -> dict[str, Any]:
     """Return the `logprobs` of a completion; each token is among the most likely ones, with the same number.
 
@@ -95,7 +107,7 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(names: TokenNames, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def chat_logprobs(names: TokenNames, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
     """Return the `logprobs` of a chat completion."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:

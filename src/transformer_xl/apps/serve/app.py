@@ -30,7 +30,7 @@ from transformer_xl.apps.serve.answers import (
     finish_reason,
     text_offsets,
 )
-from transformer_xl.apps.serve.jobs import Delta, Event, joined
+from transformer_xl.apps.serve.jobs import Delta, Event
 from transformer_xl.apps.serve.metrics import resident_bytes
 from transformer_xl.apps.serve.page_files import add_page
 from transformer_xl.apps.serve.protocol import (
@@ -143,6 +143,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
     async def attention(body: AttentionBody, request: Request) -> Response:
         """Return what one token attends to: the probability at each distance, of each layer and head."""
         text = await runner.attention(body, request.state.owner)
+        request.state.at_end.callback(runner.engine.release, text.size)
         async for _ in runner.events(text, request):
             pass
         (job,) = text.jobs
@@ -221,24 +222,29 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 _EXPECTED = {
     "prompt": "expected text, a list of texts, a list of token ids, or a list of such lists",
     "stop": f"expected a text of 1 to {MAX_STOP_CHARACTERS} characters, or a list of up to {MAX_STOPS} of them",
-    "logit_bias": "not supported; leave it out",
+    "content": 'expected text, or a list of parts {"type": "text", "text": ...}',
+    **dict.fromkeys(("logit_bias", "tools", "functions", "stop_token_ids"), "not supported; leave it out"),
 }
 
 
 def _explained(error: Any) -> ApiError:
     """Return what is wrong in a body, by the name of the field."""
-    path = [str(part) for part in error["loc"] if part != "body"]
-    name = next((part for part in path if not part.isdecimal()), "")
     if error["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON")
-    if error["type"] == "extra_forbidden":
-        message = f"{'.'.join(path)} is not a field of this request, or is not supported"
-    elif error["type"] == "missing":
-        message = f"{'.'.join(path) or 'the body'} is missing"
-    else:
+    name, expected = "", None
+    for part in error["loc"][1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
         # of a union there is an error for each of its types, which says less than this
-        message = f"{name or 'the body'}: {_EXPECTED.get(name, error['msg'])}"
-    return ApiError(400, message[:1000], param=name or None)
+        if expected := _EXPECTED.get(part):
+            break
+    shown = name[:1000] or "the body"
+    if error["type"] == "missing":
+        message = f"{shown} is missing"
+    elif error["type"] == "extra_forbidden" and expected is None:
+        message = f"{shown} is not a field of this request, or is not supported"
+    else:
+        message = f"{shown}: {expected or error['msg']}"
+    return ApiError(400, message[:1100], param=name[:1000] or None)
 
 
 def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
@@ -336,8 +342,8 @@ class _CompletionAnswer:
         if job not in self._echoes:
             tokenizer, ids = self.text.served.run.tokenizer, self.text.jobs[job].prompt_ids
             offsets = [] if self.body.logprobs is None else text_offsets(tokenizer, ids)
-            tokens = tuple(self.text.jobs[job].prompt_tokens)
-            self._echoes[job] = self._choice(job, Delta(0, tokenizer.decode(ids), tokens, tuple(offsets), None))
+            tokens = self.text.jobs[job].prompt_tokens
+            self._echoes[job] = self._choice(job, Delta(0, tokenizer.decode(ids), tokens, offsets, None))
         return self._echoes[job]
 
     def _choice(self, job: int, delta: Delta) -> dict[str, Any]:
@@ -395,36 +401,35 @@ def _base(text: TextRequest, prefix: str, kind: str) -> dict[str, Any]:
 async def _respond(runner: RequestRunner, request: Request, answer: _Answer) -> Response:
     """Run a request and answer it, whole or as a stream."""
     text = answer.text
+    request.state.at_end.callback(runner.engine.release, text.size)
     headers = {"x-session": text.session.id} if text.session else {}
     events = runner.events(text, request)
     if not answer.body.stream:
-        whole = await _whole(events, answer)
-        return await run_in_threadpool(LargeAnswer, whole, headers=headers)
+        deltas = {
+            (index, event.sample): event async for index, news in events for event in news if isinstance(event, Delta)
+        }
+
+        def whole() -> Response:
+            content = {**answer.base(chunk=False), "choices": _choices(deltas, answer), "usage": _usage(text)}
+            return LargeAnswer(content, headers=headers)
+
+        # log-probabilities of a long text take seconds, for which other requests must not wait
+        async with runner.threads[request.state.owner]:
+            return await run_in_threadpool(whole)
     first = await anext(events)  # what fails before the first token is still answered with a status
     headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_stream(first, events, answer), media_type="text/event-stream", headers=headers)
 
 
-async def _whole(events: _Events, answer: _Answer) -> dict[str, Any]:
-    """Return the whole answer once all jobs are finished."""
-    deltas: dict[tuple[int, int], list[Delta]] = {}  # by job and sample
-    async for index, news in events:
-        for event in news:
-            if isinstance(event, Delta):
-                deltas.setdefault((index, event.sample), []).append(event)
-    # log-probabilities of a long text take seconds, for which other requests must not wait
-    choices = await run_in_threadpool(_choices, deltas, answer)
-    return {**answer.base(chunk=False), "choices": choices, "usage": _usage(answer.text)}
-
-
-def _choices(deltas: Mapping[tuple[int, int], list[Delta]], answer: _Answer) -> list[dict[str, Any]]:
+def _choices(deltas: Mapping[tuple[int, int], Delta], answer: _Answer) -> list[dict[str, Any]]:
+    """Return the choices of a whole answer, of the samples by job and sample."""
     choices: list[dict[str, Any]] = []
     for index, job in enumerate(answer.text.jobs):
         samples = list(range(job.num_samples))
         if job.num_samples > answer.text.num_returned:  # best_of
             samples = sorted(samples, key=job.mean_logprob, reverse=True)[: answer.text.num_returned]
         for rank, sample in enumerate(samples):
-            choices.append(answer.whole(index, replace(joined(deltas[index, sample]), sample=rank)))
+            choices.append(answer.whole(index, replace(deltas[index, sample], sample=rank)))
     return choices
 
 

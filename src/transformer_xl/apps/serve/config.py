@@ -26,7 +26,7 @@ class ServerConfig(Settings):
     max_batch: int = Field(default=64, ge=1, le=4096)
     """Number of sequences that are generated together."""
     max_waiting: int = Field(default=256, ge=1, le=INT32_MAX)
-    """Number of prompts that may wait for a place in the batch; more are refused with status 429."""
+    """Number of prompts of each API key that may wait for their turn; more are refused with status 429."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
     """Memory length in tokens of requests that name none; none: that with which the run is evaluated."""
     max_memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)

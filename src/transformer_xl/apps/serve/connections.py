@@ -1,8 +1,9 @@
 """Connections of the server: those on which nothing happens are closed, so that they keep nobody else out.
 
 A connection is idle from its beginning, or from the end of an answer, until the headers of a request are there. It may
-be idle for `IDLE_SECONDS`; and when there are as many connections as the process may have, the one that has been idle
-for longest makes room for a new one. A client that reads nothing of its answer for `SEND_SECONDS` is left.
+be idle for `IDLE_SECONDS`; and when there are as many connections as the process may have, the one that has been idle,
+or has waited for the rest of a request, for longest makes room for a new one. A client that reads nothing of its answer
+for `SEND_SECONDS` is left.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ class BoundedProtocol(H11Protocol):
 
     _idle: asyncio.TimerHandle | None = None
     _sending: asyncio.TimerHandle | None = None
+    _since = 0.0  # when it became idle, or the headers of its request were there
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch()
         if len(self.connections) > max_connections():
-            idle = [one for one in self.connections if isinstance(one, BoundedProtocol) and one._idle is not None]
-            min(idle, key=lambda one: one._idle.when() if one._idle else 0.0).transport.abort()
+            waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one._waits_for_client]
+            min(waiting, key=lambda one: one._since).transport.abort()
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -69,8 +71,14 @@ class BoundedProtocol(H11Protocol):
             if timer is not None:
                 timer.cancel()
 
+    @property
+    def _waits_for_client(self) -> bool:
+        return self._idle is not None or self.cycle.more_body
+
     def _watch(self) -> None:
         is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle != (self._idle is not None):
+            self._since = self.loop.time()
         if is_idle and self._idle is None:
             self._idle = self.loop.call_later(IDLE_SECONDS, self._end_idle)
         elif not is_idle and self._idle is not None:

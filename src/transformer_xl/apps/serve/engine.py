@@ -4,9 +4,10 @@
     engine.start()
     engine.submit(TextJob(served, prompt_ids, config, 16, listener))    the listener gets Delta, then Finished
 
-In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone, and then each batch makes a step:
-all sequences of one model and memory length. So what is read does not depend on other requests, and a step computes
-each row from its own tokens and memory; others can only change its shape, and with that the last bits.
+In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone and those of each API key in turns;
+rows are given to samples whose prompt is read (`scheduler.py`); and each batch makes a step: all sequences of one model
+and memory length. So what is read does not depend on other requests, and a step computes each row from its own tokens
+and memory; others can only change its shape, and with that the last bits.
 
 A prompt is read once, whatever is asked for; where generation and `score` see different tokens
 (`ServedModel.reads_as_score`), its log-probabilities need a reading of their own.
@@ -21,7 +22,7 @@ import math
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.apps.serve.jobs import Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
+from transformer_xl.apps.serve.scheduler import RowScheduler
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
@@ -42,13 +44,17 @@ from transformer_xl.reader import Reader
 READING_SLICE = 128
 """Tokens of prompts that are read between two steps of the sequences that are being generated."""
 
+MAX_VALUES = 2**22
+"""Values that the answer of one request may have (`AnswerSize`); those of an owner together twice as many, and less
+where several owners have some."""
+
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may wait."""
+    """As many requests of an owner wait as may wait."""
 
 
 @dataclass
@@ -74,8 +80,8 @@ class Engine:
 
         Args:
             models: the models that jobs may use.
-            max_rows: number of sequences that are read or generated at once.
-            max_waiting: number of jobs that may wait for that.
+            max_rows: number of sequences that are generated at once, and of jobs that are read.
+            max_waiting: number of jobs of each owner that may wait for that.
 
         Raises:
             UserError: the memory of so many sequences certainly does not fit on the device.
@@ -91,11 +97,14 @@ class Engine:
             slots, advice = served.generation_slots(served.max_memory_length), "lower --max-batch or --memory-length"
             require_reading_memory(served.inference, "serving", num_rows=max_rows, num_slots=slots, advice=advice)
         self._lock = threading.Condition()
-        self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
+        self._waiting: dict[str, deque[TextJob]] = {}  # of each owner
         self._is_stopping = False
-        self._reading: deque[tuple[TextJob, Iterator[None]]] = deque()  # each step of which reads a slice
+        # of each owner, in turns: jobs with what reads a slice in each step
+        self._reading: dict[str, deque[tuple[TextJob, Iterator[None]]]] = {}
         self._batches: dict[tuple[str, int], RowBatch[Sample]] = {}
         self._running: dict[TextJob, list[Sample]] = {}
+        self._rows = RowScheduler(max_rows)
+        self._sizes: set[AnswerSize] = set()  # of requests that have begun and are not answered yet
         self._thread = threading.Thread(target=self._run, name="txl-model", daemon=True)
 
     def start(self) -> None:
@@ -111,27 +120,32 @@ class Engine:
             self._thread.join()
 
     def submit(self, *jobs: TextJob) -> None:
-        """Let jobs wait for their turn; all of them, or none.
+        """Let jobs of one owner wait for their turn; all of them, or none.
 
         Raises:
-            QueueFullError: too many jobs wait.
+            QueueFullError: too many jobs of their owner wait.
             UserError: the engine has stopped.
         """
         with self._lock:
             if self._is_stopping or self.error:
                 raise UserError("the server is stopping")
-            waiting = self.num_waiting
+            waiting = len(self._waiting.get(jobs[0].owner, ()))
             # a request on its own may have more prompts than may wait
             if waiting and waiting + len(jobs) > self.max_waiting:
                 raise QueueFullError
-            for job in jobs:
-                self._waiting.setdefault(job.owner, deque()).append(job)
+            self._waiting.setdefault(jobs[0].owner, deque()).extend(jobs)
             self._lock.notify()
 
     def cancel(self, job: TextJob) -> None:
         """Stop a job; its listener is not called any more, except for what is already on its way."""
         job.is_cancelled.set()
         with self._lock:
+            self._lock.notify()
+
+    def release(self, size: AnswerSize) -> None:
+        """Take note that a request is answered, whose size counts no longer."""
+        with self._lock:
+            self._sizes.discard(size)
             self._lock.notify()
 
     @property
@@ -182,20 +196,48 @@ class Engine:
             self._drop(job)
         for job in self._admitted():
             self._running[job] = []
-            self._reading.append((job, self._read(job)))
+            self._reading.setdefault(job.owner, deque()).append((job, self._read(job)))
         until = self.counters.prompt_tokens + READING_SLICE
         while self._reading and self.counters.prompt_tokens < until:
-            job, slices = self._reading.popleft()
-            with self._failures([job]):
-                for _ in slices:
-                    self._reading.append((job, slices))
-                    break
+            self._read_slice()
+        self._share_rows()
         for key, batch in list(self._batches.items()):
             if len(batch):
                 with self._failures({one.job for one in batch.all()}):
                     self._step(self.models[key[0]], batch)
             if not len(batch):
                 self._keep_empty(key)
+
+    def _read_slice(self) -> None:
+        """Read a slice of the prompt whose turn it is."""
+        owner = next(iter(self._reading))
+        entries = self._reading.pop(owner)
+        job, slices = entries.popleft()
+        with self._failures([job]):
+            for _ in slices:
+                entries.append((job, slices))
+                break
+        if entries:
+            self._reading[owner] = entries  # at the end: those of others come first
+
+    def _share_rows(self) -> None:
+        """Give rows to samples that wait for one, and take back what others have too many of."""
+        while change := self._rows.next_change():
+            one, loser = change
+            with self._failures({sample.job for sample in change if sample is not None}):
+                if loser is not None:
+                    loser.memory = self._batch(loser.job).take(loser)
+                assert one.memory is not None
+                self._batch(one.job).join(one, one.memory, int(one.memory.valid_B[0]))
+                one.memory = None
+
+    def _batch(self, job: TextJob) -> RowBatch[Sample]:
+        """Return the batch of a job's model and memory length."""
+        slots = job.served.generation_slots(job.memory_length)
+        key = job.served.name, slots
+        if key not in self._batches:
+            self._batches[key] = RowBatch(job.served.empty_memory(slots), self.max_rows)
+        return self._batches[key]
 
     def _keep_empty(self, kept: tuple[str, int]) -> None:
         """Keep the storage of an empty batch for the next sequences, and no other empty batch of the same model."""
@@ -204,9 +246,11 @@ class Engine:
                 del self._batches[key]
 
     def _admitted(self) -> list[TextJob]:
-        """Take jobs that wait, those of each owner in turns, while there are rows for them."""
-        admitted: list[TextJob] = []
-        free = self.max_rows - self.num_running
+        """Take jobs that wait, while fewer of their owner have begun than its share of rows, and their answer has room.
+
+        The jobs of a request share its room, and an owner that has none gets it, so that each request ends.
+        """
+        admitted, begun = list[TextJob](), Counter(job.owner for job in self._running)
         with self._lock:
             for owner in list(self._waiting):
                 jobs = [job for job in self._waiting[owner] if not job.is_cancelled.is_set()]
@@ -214,16 +258,23 @@ class Engine:
                 self._waiting[owner] = deque(jobs)
                 if not jobs:
                     del self._waiting[owner]
-            while self._waiting:
-                owner, jobs = next(iter(self._waiting.items()))
-                if jobs[0].num_samples > free:
-                    break  # others must not go first, or it might wait for ever
-                job = jobs.popleft()
-                free -= job.num_samples
-                admitted.append(job)
-                del self._waiting[owner]
-                if jobs:
-                    self._waiting[owner] = jobs  # at the end: the others come first
+            held = Counter[str]()
+            for size in self._sizes:
+                held[size.owner] += size.num_values
+            num_owners = max(1, len(self._waiting.keys() | begun.keys() | held.keys()))
+            share = max(1, self.max_rows // num_owners)
+            for owner, jobs in list(self._waiting.items()):
+                while jobs and begun[owner] < share:
+                    size = jobs[0].answer_size
+                    if size is not None and size not in self._sizes:
+                        if held[owner] and held[owner] + size.num_values > 2 * MAX_VALUES // num_owners:
+                            break
+                        self._sizes.add(size)
+                        held[owner] += size.num_values
+                    begun[owner] += 1
+                    admitted.append(jobs.popleft())
+                if not jobs:
+                    del self._waiting[owner]
         return admitted
 
     def _read(self, job: TextJob) -> Iterator[None]:
@@ -232,6 +283,8 @@ class Engine:
             yield from self._read_for_attention(job)
             return
         served, ids, is_scored = job.served, job.input_ids, job.score_prompt
+        if is_scored and job.state is None and not job.add_bos:
+            job.prompt_tokens.extend([ScoredToken(job.prompt_ids[0])])  # nothing predicts it
         if is_scored and job.state is None and not served.reads_as_score(job.memory_length):
             scorer = served.scoring_reader(job.memory_length, len(ids))
             yield from self._slices(job, scorer, ids[:-1], is_scored=True)
@@ -255,7 +308,7 @@ class Engine:
             self.counters.prompt_tokens += num_new
             if is_scored:
                 targets = job.input_ids[start + 1 : stop + 1]
-                job.prompt_tokens += self._score(job, hidden_BTD[:, : len(targets)], targets)
+                job.prompt_tokens.extend(self._score(job, hidden_BTD[:, : len(targets)], targets))
             if stop < len(token_ids):
                 yield
 
@@ -297,9 +350,7 @@ class Engine:
         return tokens
 
     def _finish_reading(self, job: TextJob, reader: Reader) -> None:
-        """Let the samples of a job whose prompt is read join a batch with their first token, or finish the job."""
-        if job.score_prompt and job.state is None and not job.add_bos:
-            job.prompt_tokens.insert(0, ScoredToken(job.prompt_ids[0]))  # nothing predicts it
+        """Choose the first token of the samples of a job whose prompt is read, or finish the job."""
         served, memory = job.served, reader.held_memory
         if not job.max_tokens:
             state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
@@ -307,25 +358,19 @@ class Engine:
             self._end(job, Finished(state))
             return
         assert reader.last_hidden_B1D is not None
-        slots = served.generation_slots(job.memory_length)
-        key = served.name, slots
-        batch = self._batches.get(key)
-        if batch is None:
-            batch = self._batches[key] = RowBatch(served.empty_memory(slots), self.max_rows)
-        samples = [Sample.create(job, index) for index in range(job.num_samples)]
+        samples = [Sample.create(job, index, memory) for index in range(job.num_samples)]
         self._running[job] = list(samples)  # another list: those that end leave it while the first tokens are chosen
-        for one in samples:
-            batch.join(one, memory, int(memory.valid_B[0]))
-        self._choose(served, batch, samples, reader.last_hidden_B1D.expand(len(samples), -1, -1))
+        self._choose(served, samples, reader.last_hidden_B1D.expand(len(samples), -1, -1))
+        self._rows.add(self._running.get(job, []))
 
     def _step(self, served: ServedModel, batch: RowBatch[Sample]) -> None:
         """Read the newest token of each sequence and choose the next one."""
         samples, hidden_B1D = batch.step(served.inference, lambda one: one.newest)
         self.counters.steps += 1
         self.counters.step_rows += len(samples)
-        self._choose(served, batch, samples, hidden_B1D)
+        self._choose(served, samples, hidden_B1D)
 
-    def _choose(self, served: ServedModel, batch: RowBatch[Sample], samples: list[Sample], hidden_B1D: Tensor) -> None:
+    def _choose(self, served: ServedModel, samples: list[Sample], hidden_B1D: Tensor) -> None:
         """Choose the next token of each sequence from its hidden state, and end those that are finished."""
         token_ids, logits_BV = _choose_tokens(served, samples, hidden_B1D)
         scored: dict[int, ScoredToken] = {}
@@ -346,18 +391,19 @@ class Engine:
             delta = one.add(token)
             self.counters.generated_tokens += 1
             job.num_generated += 1
-            job.pending.append(delta)
+            job.add(delta)
             if delta.finish_reason is not None:
-                self._finish(batch, one)
+                self._finish(one)
             elif job.streams:
                 self._tell(job)
 
-    def _finish(self, batch: RowBatch[Sample], one: Sample) -> None:
+    def _finish(self, one: Sample) -> None:
         """Remove a finished sequence; the last one of a job finishes that."""
         job, state = one.job, None
         if job.keep_state:
-            state, job.kept_ids = self._state(*batch.memory_of(one), one.newest, job), one.builder.token_ids
-        batch.leave(one)
+            memory, row = self._batch(job).memory_of(one) if one.memory is None else (one.memory, 0)
+            state, job.kept_ids = self._state(memory, row, one.newest, job), one.builder.token_ids
+        self._leave(one)
         self._running[job].remove(one)
         if not self._running[job]:
             self._end(job, Finished(state))
@@ -389,9 +435,17 @@ class Engine:
     def _drop(self, job: TextJob) -> None:
         """Remove a job and all its sequences."""
         for one in self._running.pop(job, []):
-            for batch in self._batches.values():
-                batch.leave(one)
-        self._reading = deque(entry for entry in self._reading if entry[0] is not job)
+            self._leave(one)
+        self._reading = {
+            owner: kept
+            for owner, entries in self._reading.items()
+            if (kept := deque(entry for entry in entries if entry[0] is not job))
+        }
+
+    def _leave(self, one: Sample) -> None:
+        self._rows.remove(one)
+        for batch in self._batches.values():
+            batch.leave(one)
 
     @contextmanager
     def _failures(self, jobs: Collection[TextJob]) -> Iterator[None]:

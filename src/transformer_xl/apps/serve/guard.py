@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -27,6 +28,9 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _OPEN_PATHS = ("/", "/health")  # need no key: they say nothing about models or sessions
 _MAX_BODY_BYTES = 2**23  # of a JSON body
 _BODY_SECONDS = 30  # within which a body must have arrived
+_DRAINED_BYTES = 2**26  # that are read and dropped of a body before an error is answered
+_DRAIN_SECONDS = 1.0  # for which it waits for each part
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(:\d*)?")  # a name or an address, and a port
 
 
 @dataclass(frozen=True)
@@ -60,26 +64,36 @@ class Guard:
                 await self._app(scope, receive, send)
             return
 
+        body = _Body(receive)
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if message["status"] >= 400 and not Headers(scope=scope).get("expect"):
+                    await body.drain()
                 # the path as it is declared, since ids in paths would be counted apart
                 self._metrics.responses[getattr(scope.get("route"), "path", "other"), message["status"]] += 1
             await send(message)
 
+        if scope["method"] == "HEAD":  # uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         try:
             headers = Headers(scope=scope)  # h11 refuses a second Host, and a Content-Length that is no number
+            if "transfer-encoding" in headers and "content-length" in headers:  # proxies may take either
+                message = "a request has either Content-Length or Transfer-Encoding"
+                raise ApiError(400, message, headers={"connection": "close"})
             self._check_host(headers)
             scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
-            receive = await self._checked_body(scope, headers, receive)
+            received = await self._checked_body(scope, headers, body)
         except ApiError as error:
-            await error_answer(error)(scope, receive, counted)
+            await error_answer(error)(scope, body.receive, counted)
             return
-        await self._app(scope, receive, counted)
+        with ExitStack() as scope["state"]["at_end"]:
+            await self._app(scope, received, counted)
 
     def _check_host(self, headers: Headers) -> None:
         host = headers.get("host", "").lower()
-        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-        if name not in self._settings.hosts:
+        match = _HOST.fullmatch(host)
+        if match is None or match[1] not in self._settings.hosts:
             raise ApiError(403, "this server is not known by that name; --allowed-host NAME allows one", code="host")
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
@@ -107,30 +121,30 @@ class Guard:
         message = "an API key is needed: Authorization: Bearer KEY" if not given else "this API key is not known"
         raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _checked_body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+    async def _checked_body(self, scope: Scope, headers: Headers, incoming: _Body) -> Receive:
         """Read the body, within its bounds; return what the application receives in place of it.
 
         The file of a session is left to the application, which reads no more of it than it must.
         """
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
-            return receive
+            return incoming.receive
         is_import = scope["path"] == "/v1/sessions/import"
         limit = self._settings.max_import_bytes if is_import else _MAX_BODY_BYTES
+        incoming.limit = limit
         if int(headers.get("content-length", 0)) > limit:
-            raise _too_large(limit)
-        receive = _bounded(receive, limit)
+            raise incoming.too_large()
         if is_import:
             _check_type(headers, "application/octet-stream")
-            return receive
+            return incoming.receive
         body = b""
         with suppress(ClientDisconnect):  # the application then answers what nobody reads
-            body = await Request(scope, receive).body()
+            body = await Request(scope, incoming.receive).body()
         if body or scope["method"] != "DELETE":
             _check_type(headers, "application/json")
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replayed() -> Message:
-            return messages.pop() if messages else await receive()
+            return messages.pop() if messages else await incoming.receive()
 
         return replayed
 
@@ -138,34 +152,47 @@ class Guard:
 def _check_type(headers: Headers, wanted: str) -> None:
     # a form of another page can send a body of other types, but not of these
     if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
-        raise ApiError(415, f"the header content-type must be {wanted}", headers={"connection": "close"})
+        raise ApiError(415, f"the header content-type must be {wanted}")
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+class _Body:
+    """What arrives of a body, which has bounds in bytes and seconds, and then what comes."""
 
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._size, self._is_whole = receive, 0, False
+        self._end = asyncio.get_running_loop().time() + _BODY_SECONDS
+        self.limit = _MAX_BODY_BYTES
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return a function that gives what arrives of a body, which has bounds in bytes and seconds, and then what comes.
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.limit:,} bytes")
 
-    It raises ApiError beyond these.
-    """
-    end, size, is_whole = asyncio.get_running_loop().time() + _BODY_SECONDS, 0, False
+    async def receive(self) -> Message:
+        """Return the next message.
 
-    async def bounded() -> Message:
-        nonlocal size, is_whole
-        if is_whole:
-            return await receive()
+        Raises:
+            ApiError: the body is beyond a bound.
+        """
+        if self._is_whole:
+            return await self._receive()
         try:
-            async with asyncio.timeout_at(end):
-                message = await receive()
+            message = await self._next(self._end)
         except TimeoutError:
-            message = f"the body did not arrive within {_BODY_SECONDS} seconds"
-            raise ApiError(408, message, headers={"connection": "close"}) from None
-        size += len(message.get("body", b""))
-        if size > limit:
-            raise _too_large(limit)
-        is_whole = not message.get("more_body")
+            text = f"the body did not arrive within {_BODY_SECONDS} seconds"
+            raise ApiError(408, text, headers={"connection": "close"}) from None
+        if self._size > self.limit:
+            raise self.too_large()
         return message
 
-    return bounded
+    async def drain(self) -> None:
+        """Drop what still arrives: a client that is sending when its connection is closed would lose the answer."""
+        limit, loop = self._size + _DRAINED_BYTES, asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            while not self._is_whole and self._size < limit:
+                await self._next(min(self._end, loop.time() + _DRAIN_SECONDS))
+
+    async def _next(self, end: float) -> Message:
+        async with asyncio.timeout_at(end):
+            message = await self._receive()
+        self._size += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body")
+        return message

@@ -5,8 +5,10 @@ Shape suffixes: L layers, N heads, P distances.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +20,7 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder, FinishReason
 from transformer_xl.generation.generation_config import GenerationConfig
+from transformer_xl.model.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -31,24 +34,48 @@ class ScoredToken:
     """The most likely tokens at its position, best first, with the same log-probabilities."""
 
 
+class TokenLogprobs:
+    """Tokens in arrays, of 8 bytes each and 8 for each alternative."""
+
+    def __init__(self, num_top: int = 0, tokens: Iterable[ScoredToken] = ()) -> None:
+        """Keep tokens with up to `num_top` alternatives each."""
+        self._num_top = num_top
+        self._ids, self._logprobs = array("i"), array("f")
+        self._top_ids, self._top_logprobs = array("i"), array("f")  # -1 where a token has fewer alternatives
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[ScoredToken]:
+        for index, (token_id, logprob) in enumerate(zip(self._ids, self._logprobs, strict=True)):
+            part = slice(index * self._num_top, (index + 1) * self._num_top)
+            top = zip(self._top_ids[part], self._top_logprobs[part], strict=True)
+            known = None if math.isnan(logprob) else logprob
+            yield ScoredToken(token_id, known, tuple(pair for pair in top if pair[0] >= 0))
+
+    def extend(self, tokens: Iterable[ScoredToken]) -> None:
+        """Add tokens."""
+        for token in tokens:
+            self._ids.append(token.token_id)
+            self._logprobs.append(math.nan if token.logprob is None else token.logprob)
+            rest = [(-1, 0.0)] * (self._num_top - len(token.top))
+            for token_id, logprob in (*token.top, *rest) if self._num_top else ():
+                self._top_ids.append(token_id)
+                self._top_logprobs.append(logprob)
+
+
 @dataclass(frozen=True)
 class Delta:
-    """What one sample got in a step."""
+    """What one sample got in a step, or in all of them."""
 
     sample: int
     text: str
-    tokens: tuple[ScoredToken, ...]
+    tokens: tuple[ScoredToken, ...] | TokenLogprobs
     """The tokens whose text begins in the text so far."""
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
     """The index of the character of the sample's text where each of these tokens begins."""
     finish_reason: FinishReason | None
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Return the deltas of a sample as one."""
-    text, tokens = "".join(delta.text for delta in deltas), [token for delta in deltas for token in delta.tokens]
-    offsets = [offset for delta in deltas for offset in delta.offsets]
-    return replace(deltas[-1], text=text, tokens=tuple(tokens), offsets=tuple(offsets))
 
 
 @dataclass(frozen=True)
@@ -68,6 +95,15 @@ class Failed:
 
 
 Event = Delta | Finished | Failed
+
+
+@dataclass(eq=False)
+class AnswerSize:
+    """The size that the answer of a request may reach, for which there is room before any of its jobs begins."""
+
+    owner: str
+    num_values: int
+    """Tokens and their alternatives, or probabilities."""
 
 
 @dataclass(eq=False)
@@ -101,7 +137,10 @@ class TextJob:
     streams: bool = False
     """Whether each step is told to the listener, not only the end."""
 
-    prompt_tokens: list[ScoredToken] = field(default_factory=list)
+    answer_size: AnswerSize | None = None
+    """That of the whole request; None: it needs no room."""
+
+    prompt_tokens: TokenLogprobs = field(init=False)
     """The prompt's tokens with log-probabilities, once it is read, if they are asked for."""
     attention_LNP: Tensor | None = None
     """The attention of the last token of the prompt by layer, head and distance, once it is computed."""
@@ -115,10 +154,27 @@ class TextJob:
     def __post_init__(self) -> None:
         self.pending: list[Event] = []
         """What the listener was not told yet."""
+        self.prompt_tokens = TokenLogprobs(self.num_logprobs or 0)
+        self._gathered: dict[int, tuple[list[str], TokenLogprobs, array[int]]] = {}
         self.sample_logprobs = [0.0] * self.num_samples
         """Log-probability of each sample with all its tokens, those of a stop string too, if they are asked for."""
         self.sample_lengths = [0] * self.num_samples
         """Number of these tokens of each sample."""
+
+    def add(self, delta: Delta) -> None:
+        """Let the listener be told what a sample got: all of it when it is finished, if the job does not stream."""
+        if not self.streams:
+            new = list[str](), TokenLogprobs(self.num_logprobs or 0), array("q")
+            texts, tokens, offsets = self._gathered.setdefault(delta.sample, new)
+            texts.append(delta.text)
+            tokens.extend(delta.tokens)
+            offsets.extend(delta.offsets)
+            if delta.finish_reason is None:
+                return
+            delta = Delta(delta.sample, "".join(texts), tokens, offsets, delta.finish_reason)
+        elif self.num_logprobs:
+            delta = replace(delta, tokens=TokenLogprobs(self.num_logprobs, delta.tokens))
+        self.pending.append(delta)
 
     def mean_logprob(self, sample: int) -> float:
         """Return the mean log-probability of the tokens of a sample, those of a stop string too."""
@@ -145,18 +201,22 @@ class Sample:
     index: int
     generator: torch.Generator
     builder: CompletionBuilder
+    memory: Memory | None
+    """Its memory while it has no row, which samples that have not begun share; None while it has one."""
     newest: int = 0
     """The newest token, which its memory has not read yet."""
     num_characters: int = 0
     """Number of characters that were released so far."""
+    turn_begin: int = 0
+    """Number of its tokens when it got its row."""
     held: list[tuple[int, ScoredToken]] = field(default_factory=list)
     """Tokens whose text is held back, each with the index of the character where it begins."""
 
     @staticmethod
-    def create(job: TextJob, index: int) -> Sample:
-        """Return sample `index` of a job, without tokens."""
+    def create(job: TextJob, index: int, memory: Memory) -> Sample:
+        """Return sample `index` of a job, without tokens, after the memory of the prompt."""
         generator = torch.Generator().manual_seed((job.config.seed + index) % 2**63)
-        return Sample(job, index, generator, job.builder.copy())
+        return Sample(job, index, generator, job.builder.copy(), memory)
 
     def add(self, token: ScoredToken) -> Delta:
         """Add a token, and return the text and tokens that no later one can change."""
@@ -177,5 +237,6 @@ class Sample:
             if entry[0] < self.num_characters or (builder.finish_reason is not None and not is_cut)
         ]
         self.held = [] if builder.finish_reason else self.held[len(released) :]
-        offsets, tokens = tuple(entry[0] for entry in released), tuple(entry[1] for entry in released)
+        offsets = tuple(entry[0] for entry in released)
+        tokens = tuple(entry[1] for entry in released)
         return Delta(self.index, text, tokens, offsets, builder.finish_reason)

@@ -32,7 +32,7 @@ def add_page(app: FastAPI) -> None:
     for name in _FILES:
         content, kind = (folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
         path = "/" if name == "index.html" else f"{PAGE_PREFIX}{name}"
-        app.add_api_route(path, _answer(content, kind), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(path, _answer(content, kind), methods=["GET"], include_in_schema=False)
 
 
 def _answer(content: bytes, media_type: str):

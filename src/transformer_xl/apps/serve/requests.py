@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 from starlette.requests import Request
 
 from transformer_xl.apps.serve.config import ServerConfig
-from transformer_xl.apps.serve.engine import Engine, QueueFullError
-from transformer_xl.apps.serve.jobs import Event, Failed, Finished, TextJob
+from transformer_xl.apps.serve.engine import MAX_VALUES, Engine, QueueFullError
+from transformer_xl.apps.serve.jobs import AnswerSize, Event, Failed, Finished, TextJob
 from transformer_xl.apps.serve.metrics import Metrics
 from transformer_xl.apps.serve.protocol import ApiError, AttentionBody, ChatBody, CompletionBody, Message, Sampling
 from transformer_xl.apps.serve.rows import MemoryState
@@ -27,8 +28,6 @@ from transformer_xl.generation.generation_config import GenerationConfig
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
 _MAX_PROMPTS = 256  # of a request
-# tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs
-_MAX_WORK = 2**22
 _LATE = "the request was not done in time"
 CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
 
@@ -39,6 +38,8 @@ class TextRequest:
 
     served: ServedModel
     jobs: list[TextJob]
+    size: AnswerSize
+    """Tokens generated, and tokens of prompts that are scored or returned, over all samples, times 1 + logprobs."""
     num_returned: int
     """Samples of each prompt that are returned."""
     session: Session | None = None
@@ -78,6 +79,8 @@ class RequestRunner:
         self.engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
         folder = None if config.sessions is None else Path(config.sessions)
         self.sessions = SessionStore(self.engine.models, config.session_bytes, folder)
+        self.threads = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(2))
+        """Bound by owner of the threads that encode prompts or make answers, of which others must get some too."""
 
     def model(self, name: str | None) -> ServedModel:
         """Return a model by name, or the first one for None.
@@ -117,18 +120,19 @@ class RequestRunner:
         if template is None:
             message = "this server has no chat template; start it with --chat-template plain, or use /v1/completions"
             raise ApiError(400, message, code="no_chat_template")
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        if None not in (body.max_tokens, body.max_completion_tokens):
+        lengths = {length for length in (body.max_tokens, body.max_completion_tokens) if length is not None}
+        if len(lengths) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
         end = template.partition("{content}")[2].partition("{")[0]
         sampling: dict[str, Any] = {name: getattr(body, name) for name in Sampling.model_fields}
-        sampling["stop"] = body.stop or end or None
+        sampling["stop"] = [*_stops(body), *([end] if end else [])]
         completion = CompletionBody.model_construct(
             **sampling,
             prompt=chat_prompt(template, body.messages),
-            max_tokens=body.max_completion_tokens or body.max_tokens or 256,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            max_tokens=max(lengths, default=256),
+            logprobs=body.top_logprobs if body.logprobs else None,
         )
         return await self.completion(completion, owner, session_header, message_end=end)
 
@@ -148,8 +152,8 @@ class RequestRunner:
             UserError: the prompt cannot be encoded, or the memory length is too large.
         """
         served, prompts = self.model(body.model), _prompts(body.prompt)
-        session_id = body.session or session_header
-        num_returned, max_tokens = body.n or 1, 16 if body.max_tokens is None else body.max_tokens
+        session_id = body.session or session_header or None
+        num_returned, max_tokens = body.n, body.max_tokens
         num_samples = max(body.best_of or 1, num_returned)
         self._check_counts(body, len(prompts), num_samples, max_tokens)
         if session_id is not None and (len(prompts) > 1 or num_samples > 1):
@@ -158,20 +162,21 @@ class RequestRunner:
             )
         # those of the tokens are needed to rank samples
         num_logprobs = 0 if num_samples > num_returned and body.logprobs is None else body.logprobs
-        score_prompt, unsaid = bool(body.echo) and body.logprobs is not None, ""
+        score_prompt, unsaid = body.echo and body.logprobs is not None, ""
         memory_length = served.check_memory_length(body.memory_length)
         if score_prompt and not memory_length:
             served.plan.refuse_extended_context("scoring a prompt")
         if message_end and session_id not in (None, "new"):
             unsaid = self.sessions.get(session_id, owner).message_end
             prompts = [f"{unsaid}{prompt}" for prompt in prompts]
-        encoded = await asyncio.to_thread(_encoded, served, prompts)
+        encoded = await self._encoded(served, prompts, owner)
         prompt_tokens = self.check_prompt(sum(map(len, encoded)))
         work = max_tokens * num_samples * len(encoded) + prompt_tokens * (num_samples if body.echo else 0)
-        if work * (1 + (num_logprobs or 0)) > _MAX_WORK:
+        size = AnswerSize(owner, work * (1 + (num_logprobs or 0)))
+        if size.num_values > MAX_VALUES:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
-            raise ApiError(400, f"{message} is too much, more than {_MAX_WORK:,}; split the request")
-        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
+            raise ApiError(400, f"{message} is too much, more than {MAX_VALUES:,}; split the request")
+        seed = secrets.randbelow(2**63) if body.seed in (None, -1) else body.seed
         config = _config(body, max_tokens, seed)
         session = self._session(session_id, owner, served, body.memory_length)
         try:
@@ -179,7 +184,7 @@ class RequestRunner:
                 memory_length = session.memory_length
                 if message_end and session.message_end != unsaid:
                     raise ApiError(409, "another request has changed the session", param="session", code="session_busy")
-            request = TextRequest(served, [], num_returned, session, message_end)
+            request = TextRequest(served, [], size, num_returned, session, message_end)
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not body.add_special_tokens:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
@@ -197,11 +202,13 @@ class RequestRunner:
                     state=session.state if session else None,
                     keep_state=session is not None,
                     owner=owner,
-                    streams=bool(body.stream),
+                    streams=body.stream,
+                    answer_size=size,
                 )
                 request.jobs.append(job)
             # the prompts are decoded here, not in the thread of the engine, for which all texts would wait
-            await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
+            async with self.threads[owner]:
+                await asyncio.to_thread(lambda: [job.builder for job in request.jobs if job.max_tokens])
             self._submit(request)
         except BaseException:
             self._release(session)
@@ -215,9 +222,9 @@ class RequestRunner:
             ApiError: it is too much, or contradicts itself.
         """
         longest = self.config.max_tokens
-        if body.best_of is not None and body.best_of < (body.n or 1):
+        if body.best_of is not None and body.best_of < body.n:
             raise ApiError(400, f"best_of {body.best_of} is below n {body.n}", param="best_of")
-        if body.stream and num_samples > (body.n or 1):
+        if body.stream and num_samples > body.n:
             raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
@@ -238,17 +245,18 @@ class RequestRunner:
         served = self.model(body.model)
         config = require_attention_terms(served.run.model).config
         memory_length = served.check_memory_length(body.memory_length)
-        (ids,) = await asyncio.to_thread(_encoded, served, [body.prompt])
+        (ids,) = await self._encoded(served, [body.prompt], owner)
         if not self.check_prompt(len(ids)):
             raise ApiError(400, "the prompt is empty; give some text", param="prompt")
         position = len(ids) - 1 if body.position is None else body.position
         if position >= len(ids):
             raise ApiError(400, f"position {position:,}: the prompt has {len(ids):,} tokens", param="position")
         num_seen = min(position + 2, memory_length + served.plan.segment_length)
-        if config.n_layers * config.n_heads * num_seen > _MAX_ATTENTION:
+        size = AnswerSize(owner, config.n_layers * config.n_heads * num_seen)
+        if size.num_values > _MAX_ATTENTION:
             message = f"the attention of {config.n_layers} x {config.n_heads} heads to {num_seen:,} tokens is too much"
             raise ApiError(400, f"{message} for one request; lower memory_length", param="memory_length")
-        request = TextRequest(served, [], 1)
+        request = TextRequest(served, [], size, 1)
         request.jobs.append(
             TextJob(
                 served,
@@ -260,16 +268,26 @@ class RequestRunner:
                 memory_length=memory_length,
                 shows_attention=True,
                 owner=owner,
+                answer_size=size,
             )
         )
         self._submit(request)
         return request
 
+    async def _encoded(self, served: ServedModel, prompts: Sequence[str | list[int]], owner: str) -> list[list[int]]:
+        encode, check = served.run.tokenizer.encode, served.run.tokenizer.check_ids
+
+        def encoded() -> list[list[int]]:
+            return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
+
+        async with self.threads[owner]:
+            return await asyncio.to_thread(encoded)
+
     def _submit(self, request: TextRequest) -> None:
         try:
             self.engine.submit(*request.jobs)
         except QueueFullError:
-            message, headers = "too many requests wait; try again later", {"retry-after": "5"}
+            message, headers = "too many requests of this key wait; try again later", {"retry-after": "5"}
             raise ApiError(429, message, code="queue_full", headers=headers) from None
         except UserError as error:
             raise ApiError(503, str(error)) from None
@@ -382,8 +400,6 @@ def rest_of_end(text: str, end: str) -> str:
 
 def _prompts(prompt: object) -> list[str | list[int]]:
     """Return the prompts of a body, which may have one or several, as text or token ids."""
-    if prompt is None:
-        return [""]
     if isinstance(prompt, str):
         return [prompt]
     assert isinstance(prompt, list)
@@ -392,19 +408,18 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    encode, check = served.run.tokenizer.encode, served.run.tokenizer.check_ids
-    return [(encode(prompt) if isinstance(prompt, str) else check(prompt)).tolist() for prompt in prompts]
-
-
 def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfig:
     values = {
         "max_new_tokens": max(1, max_tokens),
-        "temperature": 1.0 if body.temperature is None else float(body.temperature),
-        "top_p": None if body.top_p in (None, 1) else body.top_p,
+        "temperature": float(body.temperature),
+        "top_p": None if body.top_p == 1 else body.top_p,
         "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
         "min_p": body.min_p or None,
         "seed": seed,
-        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop": _stops(body),
     }
     return check_settings(GenerationConfig, values)
+
+
+def _stops(body: Sampling) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

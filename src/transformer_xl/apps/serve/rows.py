@@ -116,6 +116,12 @@ class RowBatch(Generic[Occupant]):
         self._joining = [entry for entry in self._joining if entry[0] is not occupant]
         self.occupants = [None if other is occupant else other for other in self.occupants]
 
+    def take(self, occupant: Occupant) -> Memory:
+        """Remove a sequence, and return a copy of its memory, with which it can join again."""
+        memory, row = self.memory_of(occupant)
+        self.leave(occupant)
+        return memory.select([row])
+
     def all(self) -> list[Occupant]:
         """Return all sequences, also those that join before the next step."""
         return [one for one in self.occupants if one is not None] + [entry[0] for entry in self._joining]

@@ -15,6 +15,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -30,7 +31,7 @@ from transformer_xl.apps.serve.guard import LOOPBACK_HOSTS, Guard, GuardSettings
 from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
-from transformer_xl.files import read_bytes
+from transformer_xl.files import as_user_error, lock_folder, read_bytes
 from transformer_xl.progress import note, say
 from transformer_xl.run import load
 
@@ -59,7 +60,8 @@ def serve(
         the exit status: 1 if the thread that runs the models has died.
 
     Raises:
-        UserError: a run cannot be loaded, two have the same name, a setting is out of range, or the port is taken.
+        UserError: a run cannot be loaded, two have the same name, a setting is out of range, or the port or the folder
+            of sessions is taken.
     """
     config = config or ServerConfig()
     names = [Path(os.path.abspath(run)).name for run in runs]
@@ -71,12 +73,22 @@ def serve(
         loaded = (load(run, device=device, checkpoint=checkpoint) for run in runs)
         return RequestRunner([ServedModel(*pair, config) for pair in zip(names, loaded, strict=True)], config)
 
-    with listener:
+    with ExitStack() as stack:
+        stack.enter_context(listener)
+        if config.sessions is not None:
+            stack.enter_context(_locked_sessions(Path(config.sessions)))
         # A thread that computes in parallel keeps its OpenMP threads until it ends. While there are more of them than
         # cores, all of them sleep between two operators, and a step takes up to twice the time.
         with ThreadPoolExecutor(1) as executor:
             runner = executor.submit(loaded_runner).result()
         return run_server(runner, guard, config, listener)
+
+
+def _locked_sessions(folder: Path) -> AbstractContextManager[object]:
+    """Return a lock of the folder of sessions, which is made if needed: two servers would delete each other's files."""
+    with as_user_error(f"--sessions {folder}"):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    return lock_folder(folder)
 
 
 def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
@@ -85,20 +97,23 @@ def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
     return Guard(build_app(runner), guard, runner.metrics)
 
 
-def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
-    """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
-    settings = uvicorn.Config(
-        guarded_app(runner, guard),
+def uvicorn_settings(app: Guard, config: ServerConfig) -> uvicorn.Config:
+    """Return how uvicorn serves the application; the number of connections is bounded in `connections.py` alone."""
+    return uvicorn.Config(
+        app,
         http=BoundedProtocol,
-        log_level="warning",
+        log_level="error",  # its warnings are a line for each malformed request
         access_log=False,
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds + _ANSWER_SECONDS,
-        limit_concurrency=4096,
         h11_max_incomplete_event_size=2**16,
     )
-    server = _Server(settings, runner.engine, config.shutdown_seconds)
+
+
+def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
+    """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
+    server = _Server(uvicorn_settings(guarded_app(runner, guard), config), runner.engine, config.shutdown_seconds)
 
     def on_death() -> None:
         server.should_exit = True

@@ -157,11 +157,18 @@ class SessionStore:
             self._remove(session_id)
 
     def exported(self, session: Session) -> bytes:
-        """Return a session as the contents of a file."""
-        with tempfile.TemporaryDirectory(prefix="txl-session-") as folder:
-            path = Path(folder) / "session.safetensors"
-            self._write(replace(session, owner=""), path)
-            return path.read_bytes()
+        """Return a session as the contents of a file.
+
+        Raises:
+            ApiError: the folder of temporary files cannot be written.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="txl-session-") as folder:
+                path = Path(folder) / "session.safetensors"
+                self._write(replace(session, owner=""), path)
+                return path.read_bytes()
+        except (OSError, UserError) as error:
+            raise _not_written(error) from None
 
     @contextmanager
     def importing(self) -> Iterator[IO[bytes]]:
@@ -172,13 +179,12 @@ class SessionStore:
         """
         if not self._importing.acquire(blocking=False):
             message, headers = "another session is being imported; try again later", {"retry-after": "1"}
-            raise ApiError(429, message, code="import_busy", headers={**headers, "connection": "close"})
+            raise ApiError(429, message, code="import_busy", headers=headers)
         try:
             with tempfile.NamedTemporaryFile(prefix="txl-session-", suffix=".safetensors") as file:
                 yield file
         except OSError as error:
-            note(f"writing the file of a session: {error}")
-            raise ApiError(507, "the session could not be written; the server's log says why") from None
+            raise _not_written(error) from None
         finally:
             self._importing.release()
 
@@ -267,6 +273,11 @@ class SessionStore:
             self._sessions.move_to_end(session.id, last=False)
         if num_left_out:
             note(f"--sessions {folder}: {num_left_out} of them are left out, for which --session-bytes has no room")
+
+
+def _not_written(error: Exception) -> ApiError:
+    note(f"writing the file of a session: {error}")
+    return ApiError(507, "the session could not be written; the server's log says why")
 
 
 def _new_id(kind: str = "session") -> str:
