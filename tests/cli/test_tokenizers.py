@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from refusals import NO_RECIPE, txl
 
+from transformer_xl import UserError, evaluate, load
 from transformer_xl.run_folder import RunFolder
 
 TEXT = "the cat sat on a mat while that dog ran after it and all of them slept in warm sun till noon came"
@@ -165,3 +166,16 @@ def test_corpus_with_changed_content_is_refused(file: str) -> None:
     assert refused.status == 2
     assert f"{file}: damaged (sha256" in refused.err
     assert not Path("runs").exists()
+
+
+def test_a_split_with_changed_content_is_not_evaluated() -> None:
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "corpus")
+    run_json("train", NO_RECIPE, "--corpus", "corpus", "--run", "run", *NINE_STEPS)
+    path = Path("corpus", "test-00000.tokens")
+    path.write_bytes(b"\x05" * path.stat().st_size)
+    refused = txl("evaluate", "run", "--split", "test")
+    assert (refused.status, refused.out) == (2, "")
+    assert f"{path.name}: damaged (sha256" in refused.err
+    with pytest.raises(UserError, match=r"damaged \(sha256"):
+        evaluate(load("run", device="cpu"), "test")
+    assert run_json("evaluate", "run", "--split", "valid")["tokens"]
