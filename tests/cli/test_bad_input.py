@@ -164,7 +164,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --find-rate --evaluation.memory-length -4", "--evaluation.memory-length: .*given: -4"),
     (f"{TRAIN} --from 3", "--from and --base are for a run that is resumed; give --resume RUN"),
     (f"{TRAIN} --find-rate --base run", "--from and --base are for a run that is resumed; give --resume RUN"),
-    ("train --resume run --train.optimizer muon", "--train.optimizer cannot change within a run; start a new one"),
+    ("train --resume run --train.optimizer muon", "--train.optimizer cannot change within a run; to train"),
     ("evaluate run --attention-window 0", "window.* 0"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),
     (f"{TRAIN} --model.cutoffs 5,256", "cutoffs 5, 256 must be below vocab_size 256"),

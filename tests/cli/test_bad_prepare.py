@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 BAD_COMMANDS = [
     # the text
     ("prepare --out new", "give the text in one way: files and folders to split, a data set .*, --train FILE with"),
+    ("prepare textt8.txt", r"'textt8.txt' is no file, .* python-stdlib.*\.$"),
     ("prepare python-stdlb", r"Known data sets: .* \(did you mean 'python-stdlib'\?\)"),
     ("prepare gone.txt", "'gone.txt' is no file, folder or pattern with text .*: enwik8, text8, "),
     ("prepare empty.txt", "'empty.txt' is no file, folder or pattern with text"),

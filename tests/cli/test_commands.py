@@ -90,8 +90,10 @@ def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: P
     options = [*TRAIN[:3], "--train.max-steps=3", "--train.eval-interval=2", "--train.dtype=float32"]
     options += ["--train.learning-rate=1000000", "--train.warmup-steps=1"]
     trained = txl("train", NO_RECIPE, "--corpus", folder / "corpus", "--run", tmp_path / "run", *MODEL, *options)
-    assert trained.status == 0, trained.err
+    assert trained.status == 2
     assert "(perplexity per token inf)" in trained.out
+    assert "next" not in trained.out
+    assert trained.err.endswith("the training diverged; use a lower learning rate, in a new run\n")
 
 
 def test_find_rate_prints_a_rate_and_the_command_that_trains_with_it(folder: Path, tmp_path: Path) -> None:

@@ -142,7 +142,11 @@ def test_program_that_torchrun_restarts_does_not_go_back_again(tmp_path: Path, m
         ("--from 60", "run has no checkpoint of step 60; it has those of the steps 50 and 75"),
         ("--from 50.5", 'Invalid value for --from: unable to convert "50.5" into int'),
         ("--from 50 --train.max-steps 40", "is at step 50 already, beyond --train.max-steps 40"),
-        ("--from 50 --train.memory-length 5", "--train.memory-length cannot change within a run"),
+        (
+            "--from 50 --train.memory-length 5",
+            "--train.memory-length cannot change within a run; to train its weights further with another value: txl "
+            "finetune",
+        ),
     ],
 )
 def test_refused_return_changes_nothing(tmp_path: Path, flags: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 from dataclasses import asdict
@@ -150,6 +151,8 @@ def print_result(result: TrainResult, *, as_json: bool) -> int:
     if result.rank != 0:
         return status
     best, folder = result.best_nats_per_token, RunFolder.open(result.path)
+    # twice the loss of guessing, which a training of a few steps does not reach
+    has_diverged = result.finished and best is not None and best > 2 * math.log(folder.config.model.vocab_size)
     weights, losses = folder.choose_weights(), [asdict(loss) for loss in result.losses]
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
@@ -171,8 +174,11 @@ def print_result(result: TrainResult, *, as_json: bool) -> int:
         found = f"{best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})" if best else ""
         valid = f", best validation loss {found}" if best else ""
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
-        print(f"next: txl evaluate {quoted(result.path)}")
-    return status
+        if not has_diverged:
+            print(f"next: txl evaluate {quoted(result.path)}")
+    if has_diverged:
+        say("txl: error: worse than guessing: the training diverged; use a lower learning rate, in a new run")
+    return 2 if has_diverged else status
 
 
 def _print_losses(result: TrainResult) -> None:

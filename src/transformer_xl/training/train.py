@@ -434,7 +434,10 @@ def _resume(
             stack.enter_context(lock_folder(path))
         for name in overrides["train"]:
             if name not in _CHANGEABLE:
-                raise UserError(f"train.{name} cannot change within a run; start a new one with run=DIR")
+                raise UserError(
+                    f"train.{name} cannot change within a run; to train its weights further with another value: txl "
+                    f"finetune {quoted(path)} --corpus DIR; or start a new one with run=DIR"
+                )
         from_step = None if num_restarts() else from_step  # a restarted program has gone back already
         checkpoint = checkpoint_at(folder, from_step)
         recorded = None if checkpoint is None else trained_config(checkpoint)

@@ -263,7 +263,8 @@ def _files(source: str, option: str, selection: FileSelection) -> list[Path]:
         else:
             files = list_files(path) if path.is_dir() and source else glob_files(source)
     if not files:
-        known = "" if option else f" Known data sets: {', '.join(DATASET_NAMES)}{nearest(source, DATASET_NAMES)}."
+        meant = "" if path.suffix else nearest(source, DATASET_NAMES)  # nothere.txt is no misspelt text8
+        known = "" if option else f" Known data sets: {', '.join(DATASET_NAMES)}{meant}."
         raise UserError(
             f"{option}'{source}' is no file, folder or pattern with text (empty and hidden files are left out, '**' "
             f"matches any number of folders); check the spelling.{known}"

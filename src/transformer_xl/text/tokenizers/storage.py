@@ -58,18 +58,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                 f"no tokenizer at {path}{nearest(str(path), TOKENIZER_KINDS)}; give one of the kinds {_KINDS}, the "
                 f"folder of a run or corpus, its {TOKENIZER_FILE}, or a {_LIBRARY_FILE} of the library tokenizers"
             )
-    values = read_json_object(file)
+    values, advice = read_json_object(file), "copy it again, or use another"
     if "model" in values and "kind" not in values:  # written by the library
-        values = {"kind": "bpe", "tokenizer": values}
-    return tokenizer_from_json(values, str(file))
+        values, advice = {"kind": "bpe", "tokenizer": values}, "use a byte-level one such as GPT-2's, or tokenizer=bpe"
+    return tokenizer_from_json(values, str(file), advice)
 
 
-def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") -> Tokenizer:
+def tokenizer_from_json(
+    values: Mapping[str, Any], source: str = "tokenizer", advice: str = "copy it again, or use another"
+) -> Tokenizer:
     """Create a tokenizer from the output of `Tokenizer.to_json`.
 
     Args:
         values: the output of `to_json`.
         source: file that the values come from, for error messages.
+        advice: what to do if they are invalid, for error messages.
 
     Raises:
         UserError: the kind is unknown, or the values are invalid for this kind.
@@ -85,7 +88,7 @@ def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") ->
         if tokenizer.to_json() != values:
             raise ValueError("it has settings or values that such a tokenizer does not have")
     except ValueError as error:
-        raise UserError(f"{source}: not a valid {kind} tokenizer, {error}; copy it again, or use another") from None
+        raise UserError(f"{source}: not a valid {kind} tokenizer, {error}; {advice}") from None
     return tokenizer
 
 
