@@ -47,7 +47,8 @@ class RecurrentCache(LayerCache):
     """The state of a layer after the last token of each batch row; zeros before the first token.
 
     A state has no slots: it may depend on all earlier tokens. So all values of memory_length above 0 have the
-    same effect, and with 0 no state is passed from one segment to the next.
+    same effect on it (n-gram embeddings need max_ngram - 1 tokens of memory), and with 0 no state is passed from one
+    segment to the next.
     """
 
     state_BXD: Tensor

@@ -71,7 +71,9 @@ def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[di
         [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
         for table in re.findall(r"<table><thead>.*?</table>", file.read_text(), flags=re.DOTALL)[:2]
     )
-    assert [row[0] for row in test_table] == [f"Transformer-XL, memory {whole['memory_length']}", "gzip -9", "xz -9"]
+    first, *packers = [row[0] for row in test_table]
+    assert first == f"Transformer-XL, memory {whole['memory_length']}"
+    assert [row.split()[0] for row in packers] == ["gzip", "xz"]
     assert [row[0] for row in curve_table] == ["0 (none)", "2", "4", "8 (as trained)", "16", "32"]
     assert [row[1] for row in curve_table] == [f"{scores['bits_per_byte']:.3f}" for scores in curve.values()]
 

@@ -47,7 +47,7 @@ def rows(values: Mapping[str, Any]) -> list[list[str]]:
     name = f"Transformer-XL, memory {test['memory_length']:,}"
     return [
         [name, f"{test['bits_per_byte']:.3f}", f"{test['tokens_per_second']:,.0f}"],
-        *([f"{name} -9", f"{values[f'{name}_bits_per_byte']:.3f}", ""] for name in ("gzip", "xz")),
+        *([f"{name} (Python's), level 9", f"{values[f'{name}_bits_per_byte']:.3f}", ""] for name in ("gzip", "xz")),
     ]
 
 
