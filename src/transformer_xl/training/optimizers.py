@@ -242,7 +242,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """Set all singular values of wide matrices, shape (count, rows, columns), to about 1.
 
     Uses three Newton-Schulz iterations with polynomials of degree 5: singular values of at least a hundredth of the
-    matrix's norm become 0.71 to 1.27 (up to 1.38 in bfloat16), which is sufficient for Muon.
+    matrix's norm become 0.71 to 1.27, somewhat more where bfloat16 rounds; sufficient for Muon.
     """
     fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
     x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else fast_dtype)

@@ -135,7 +135,10 @@ class FollowedFile(LiveText):
             rotated.sort(key=lambda path: path.stat().st_mtime, reverse=True)
             paths = sorted([self._path, *rotated], key=lambda path: _identity(path.stat()) != identity)
             for path in paths if offset >= 0 else ():
-                descriptor = self._open(path)
+                try:
+                    descriptor = self._open(path)
+                except OSError:  # another user's, or removed meanwhile
+                    continue
                 status, tail = os.fstat(descriptor), _before(descriptor, offset)
                 known = position.get("tail_sha256")  # None in states of 0.1
                 is_it = sha256(tail).hexdigest() == known if known else _identity(status) == identity
