@@ -153,17 +153,17 @@ class Reader:
             read += sizes[-1]
         return sizes
 
-    def step(self, tokens_BT: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def step(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Read T tokens of each row at once, and return their hidden states (B, T, D).
 
         Args:
-            tokens_BT: token ids, or inputs of the first layer (B, T, D).
+            tokens: token ids (B, T), or inputs of the first layer (B, T, D).
             lengths: number of tokens of each row that are not padding, which comes first; None if there is no padding.
         """
-        num_new, device = tokens_BT.shape[1], self.model.device
+        num_new, device = tokens.shape[1], self.model.device
         counts = [num_new] * len(self.num_read) if lengths is None else list(lengths)
-        ids_BT, arguments = tokens_BT.to(device), dict[str, Tensor]()
-        if tokens_BT.is_floating_point():
+        ids_BT, arguments = tokens.to(device), dict[str, Tensor]()
+        if tokens.is_floating_point():
             ids_BT, arguments = None, {"inputs": ids_BT}
         is_padded = min(counts) < num_new
         if is_padded:

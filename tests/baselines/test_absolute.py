@@ -144,7 +144,7 @@ def test_token_memory_can_be_reset_selected_concatenated_resized_and_restored(to
     assert torch.equal(memory.resized(3).tensors()["tokens_0"], text_BM[:, -3:])
     restored = model.generation_memory(3, segment_length=99).with_tensors(memory.tensors())
     assert torch.equal(restored.tensors()["tokens_0"], text_BM)
-    with pytest.raises(UserError, match=r"no tokens .* give tokens"):
+    with pytest.raises(UserError, match=r"inputs for a memory .* give tokens"):
         model(inputs=torch.zeros(3, 2, 14).double(), memory=memory)
     with pytest.raises(UserError, match="memory of batch size 3"):
         model(tokens(2, 4), memory)

@@ -155,7 +155,7 @@ def test_continuous_inputs_equal_the_embedding(tokens, name):
 @pytest.mark.parametrize(
     ("call", "text"),  # `text`: a regular expression for the message
     [
-        (lambda model: model(), "either tokens_BT or inputs"),
+        (lambda model: model(), "either tokens or inputs"),
         (lambda model: model(torch.zeros(2, 3)), "expected integers"),
         (lambda model: model(torch.zeros(2, 0).long()), "expected integers"),
         (lambda model: model(inputs=torch.zeros(2, 3, 5)), r"expected \(batch, tokens, 14\)"),

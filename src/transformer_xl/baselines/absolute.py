@@ -150,7 +150,7 @@ class AbsoluteTransformer(LanguageModel):
     @override
     def forward(
         self,
-        tokens_BT: TokenIds | None = None,
+        tokens: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs: Tensor | None = None,
@@ -163,18 +163,21 @@ class AbsoluteTransformer(LanguageModel):
         errors are those of `LanguageModel.forward`; a segment longer than the learned positions is an error too.
         """
         if isinstance(memory, TokenMemory):
-            return self._recompute(tokens_BT, memory, lengths)
-        return super().forward(tokens_BT, memory, inputs=inputs, lengths=lengths, visible=visible)
+            return self._recompute(tokens, memory, lengths)
+        return super().forward(tokens, memory, inputs=inputs, lengths=lengths, visible=visible)
 
     def _recompute(
-        self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None
+        self, tokens: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None
     ) -> tuple[Tensor, TokenMemory]:
         """Return the hidden states of the new tokens (B, T, D), each after the cached tokens that fit its segment."""
-        if tokens_BT is not None:
-            tokens_BT = as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT").to(memory.valid_B.device)
-        if tokens_BT is None or len(tokens_BT) != memory.batch_size:
-            actual = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
-            raise UserError(f"{actual} for a memory of batch size {memory.batch_size}; give tokens of the same batch")
+        if tokens is None:
+            raise UserError("inputs for a memory of token ids; give tokens")
+        tokens_BT = as_token_ids(tokens, self.config.vocab_size, "tokens").to(memory.valid_B.device)
+        if len(tokens_BT) != memory.batch_size:
+            raise UserError(
+                f"tokens of shape {tuple(tokens_BT.shape)} for a memory of batch size {memory.batch_size}; give tokens "
+                "of the same batch"
+            )
         parts_BTD: list[Tensor] = []
         no_memory = self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window))
         num_remaining = tokens_BT.shape[1]

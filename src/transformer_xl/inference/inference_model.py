@@ -73,7 +73,7 @@ class InferenceModel:
         with self.computing():
             return self.model.generation_memory(batch_size, context_limits, segment_length=segment_length)
 
-    def __call__(self, tokens_BT: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
+    def __call__(self, tokens: Any = None, memory: Memory | None = None, **inputs: Any) -> tuple[Tensor, Memory]:
         """Process T tokens of each batch row; arguments and results are those of the model's `forward`.
 
         Raises:
@@ -81,10 +81,10 @@ class InferenceModel:
         """
         with self.computing():
             if self._tables is None or inputs:
-                return self.model(tokens_BT, memory, **inputs)
+                return self.model(tokens, memory, **inputs)
             model = self.model
             assert isinstance(model, RelativeLanguageModel | Backbone)
-            x_BTD, memory = model.embed(tokens_BT, memory)
+            x_BTD, memory = model.embed(tokens, memory)
             if not self._tables.accept(x_BTD, memory):
                 states_BTD, memory = model.run_layers(x_BTD, memory)
                 return states_BTD[-1], memory
@@ -92,26 +92,26 @@ class InferenceModel:
             return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
 
     def hidden_states(
-        self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
+        self, tokens: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
     ) -> tuple[list[Tensor], Memory]:
         """Return the hidden states of all layers, as `LanguageModel.hidden_states`."""
         with self.computing():
-            return self.model.hidden_states(tokens_BT, memory, **inputs)
+            return self.model.hidden_states(tokens, memory, **inputs)
 
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
         with self.computing():
-            return self.model.logits(hidden_BTD)
+            return self.model.logits(hidden)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds, *, temperature: float = 1.0) -> Tensor:
+    def nats(self, hidden: Tensor, targets: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target in nats (B, T), as `LanguageModel.nats`."""
         with self.computing():
-            return self.model.nats(hidden_BTD, targets_BT, temperature=temperature)
+            return self.model.nats(hidden, targets, temperature=temperature)
 
-    def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return logits and ids of the k most likely next tokens, (B, T, K) each, as `LanguageModel.topk`."""
         with self.computing():
-            return self.model.topk(hidden_BTD, k)
+            return self.model.topk(hidden, k)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context that computes without gradients, and matrix products in the dtype.

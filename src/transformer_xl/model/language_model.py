@@ -92,7 +92,7 @@ class LanguageModel(ModelWithMemory):
     @override
     def forward(
         self,
-        tokens_BT: TokenIds | None = None,
+        tokens: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs: Tensor | None = None,
@@ -102,8 +102,8 @@ class LanguageModel(ModelWithMemory):
         """Process T tokens of each batch row, which continue the tokens in `memory`.
 
         Args:
-            tokens_BT: token ids 0 to V - 1, as a tensor, array or list of any integer dtype, on any device; of shape
-                (T,) they are one batch row.
+            tokens: token ids (B, T), 0 to V - 1, as a tensor, array or list of any integer dtype, on any device; of
+                shape (T,) they are one batch row.
             memory: the memory of earlier tokens, or None if there are none. It is not changed.
             inputs: inputs to the first layer (B, T, D) in place of embedded tokens (for example features of speech).
             lengths: number of tokens (B,) of each batch row that are not padding, or None if there is no padding, which
@@ -120,12 +120,12 @@ class LanguageModel(ModelWithMemory):
                 a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size, model or
                 weights.
         """
-        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs=inputs, lengths=lengths, visible=visible)
+        states_BTD, memory = self.hidden_states(tokens, memory, inputs=inputs, lengths=lengths, visible=visible)
         return states_BTD[-1], memory
 
     def hidden_states(
         self,
-        tokens_BT: TokenIds | None = None,
+        tokens: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs: Tensor | None = None,
@@ -137,7 +137,7 @@ class LanguageModel(ModelWithMemory):
         Returns:
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
-        x_BTD, memory = self.embed(tokens_BT, memory, inputs, lengths, visible)
+        x_BTD, memory = self.embed(tokens, memory, inputs, lengths, visible)
         assert visible is None or self.limits_visible
         states_BTD, memory = self.run_layers(x_BTD, memory, lengths, visible)
         return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
@@ -156,13 +156,13 @@ class LanguageModel(ModelWithMemory):
         """
 
     def training_losses(
-        self, tokens_BX: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
+        self, tokens: TokenIds, targets: TokenIds, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of one training step.
 
         Args:
-            tokens_BX: as for `forward`; there may be more tokens than targets, those of an extended context (B, X).
-            targets_BT: as for `nats`; targets of the last T tokens.
+            tokens: as for `forward`; there may be more tokens than targets, those of an extended context (B, X).
+            targets: as for `nats`; targets (B, T) of the last T tokens.
             memory: as for `forward`.
             progress: fraction of the training steps that are done, from 0 to 1.
 
@@ -170,8 +170,8 @@ class LanguageModel(ModelWithMemory):
             losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are added to the training loss
             but not reported, and are zero if the model has none; and the next memory.
         """
-        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
-        x_BXD, memory = self.embed(tokens_BX, memory)
+        targets_BT = as_token_ids(targets, self.config.vocab_size, "targets")
+        x_BXD, memory = self.embed(tokens, memory)
         states_BTD, memory = self.run_layers(x_BXD, memory)
         if x_BXD.shape[1] > targets_BT.shape[1]:
             states_BTD = [state_BXD[:, -targets_BT.shape[1] :] for state_BXD in states_BTD]
@@ -189,7 +189,7 @@ class LanguageModel(ModelWithMemory):
         Args:
             auxiliary_BT: the other auxiliary losses.
             states_BTD: hidden states of all layers at the targets, as by `hidden_states`.
-            targets_BT: as for `training_losses`.
+            targets_BT: targets of the last tokens, as a tensor on any device.
             progress: as for `training_losses`.
         """
         return auxiliary_BT
@@ -219,16 +219,16 @@ class LanguageModel(ModelWithMemory):
     def like(self) -> Tensor:
         return self.softmax.bias
 
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
-        return self.softmax.logits(hidden_BTD)
+        return self.softmax.logits(hidden)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds, *, temperature: float = 1.0) -> Tensor:
+    def nats(self, hidden: Tensor, targets: TokenIds, *, temperature: float = 1.0) -> Tensor:
         """Return the cross-entropy of each target.
 
         Args:
-            hidden_BTD: hidden states that `forward` returned.
-            targets_BT: token ids as for `forward`; on the CPU they avoid a synchronization with the device. No value
+            hidden: hidden states (B, T, D) that `forward` returned.
+            targets: token ids as for `forward`; on the CPU they avoid a synchronization with the device. No value
                 marks a target as ignored: multiply its loss by 0.
             temperature: the logits are divided by this.
 
@@ -239,13 +239,13 @@ class LanguageModel(ModelWithMemory):
             UserError: a target is outside the vocabulary, the shapes do not match, or a temperature other than 1 is
                 given for an adaptive softmax, which has several distributions.
         """
-        check_type(hidden_BTD, Tensor, "hidden_BTD", "give the hidden states that the model returned")
-        if self.softmax.num_tails and isinstance(targets_BT, Tensor):
-            targets_BT = targets_BT.cpu()  # the targets of each tail are selected there
-        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
-        if hidden_BTD.shape[:-1] != targets_BT.shape:
+        check_type(hidden, Tensor, "hidden", "give the hidden states that the model returned")
+        if self.softmax.num_tails and isinstance(targets, Tensor):
+            targets = targets.cpu()  # the targets of each tail are selected there
+        targets_BT = as_token_ids(targets, self.config.vocab_size, "targets")
+        if hidden.shape[:-1] != targets_BT.shape:
             raise UserError(
-                f"targets_BT of shape {tuple(targets_BT.shape)} for hidden_BTD of shape {tuple(hidden_BTD.shape)}; "
+                f"targets of shape {tuple(targets_BT.shape)} for hidden of shape {tuple(hidden.shape)}; "
                 "expected one target for each position"
             )
         if temperature != 1 and self.softmax.num_tails:
@@ -253,15 +253,15 @@ class LanguageModel(ModelWithMemory):
                 f"softmax_temperature {temperature:g} needs one softmax over all tokens, and this model has cutoffs; "
                 "leave it out"
             )
-        return self.softmax.nats(hidden_BTD, targets_BT, temperature)
+        return self.softmax.nats(hidden, targets_BT, temperature)
 
-    def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k most likely next tokens at every position, or all V if there are fewer.
 
         With an adaptive softmax, the logits of tails that cannot contain them are not computed.
 
         Args:
-            hidden_BTD: hidden states that `forward` returned.
+            hidden: hidden states (B, T, D) that `forward` returned.
             k: number of tokens.
 
         Returns:
@@ -274,7 +274,7 @@ class LanguageModel(ModelWithMemory):
         check_type(k, Integral, "k", "give an integer")
         if k < 1:
             raise UserError(f"k {k}: must be 1 or more")
-        return self.softmax.topk(hidden_BTD, k)
+        return self.softmax.topk(hidden, k)
 
     def num_parameters(self) -> int:
         """Return the number of trainable parameters; shared parameters are counted once."""
@@ -321,7 +321,7 @@ class LanguageModel(ModelWithMemory):
 
     def embed(
         self,
-        tokens_BT: TokenIds | None,
+        tokens: TokenIds | None,
         memory: Memory | None,
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
@@ -339,12 +339,11 @@ class LanguageModel(ModelWithMemory):
             UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or a token id on the CPU is
                 outside the vocabulary; or the memory does not fit.
         """
-        if (tokens_BT is None) == (inputs_BTD is None):
-            raise UserError("give either tokens_BT or inputs")
-        if tokens_BT is not None:
-            tokens_BT = to_device(
-                as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT"), self.softmax.bias.device
-            )
+        if (tokens is None) == (inputs_BTD is None):
+            raise UserError("give either tokens or inputs")
+        tokens_BT = None
+        if tokens is not None:
+            tokens_BT = to_device(as_token_ids(tokens, self.config.vocab_size, "tokens"), self.softmax.bias.device)
             embedded_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
             if self.training and self.config.regularization.embedding_dropout:
                 embedded_BTD = drop_vocabulary(

@@ -290,19 +290,19 @@ class _WithWordEnds:
     def __call__(self, *args: Any, **arguments: Any) -> Any:
         return self._model(*args, **arguments)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor, *, temperature: float) -> Tensor:
+    def nats(self, hidden: Tensor, targets: Tensor, *, temperature: float) -> Tensor:
         """Return the loss of each target, and at the targets that begin with whitespace that of any such token.
 
         Returns:
             (B, T, 2), in nats; the second is never above the first, and 0 at other targets.
         """
-        nats_BT = self._model.nats(hidden_BTD, targets_BT, temperature=temperature)
+        nats_BT = self._model.nats(hidden, targets, temperature=temperature)
         space_nats_BT, device = torch.zeros_like(nats_BT), nats_BT.device
-        index_P2 = self._is_space_V[targets_BT.cpu()].nonzero()  # on the CPU, where the targets are
+        index_P2 = self._is_space_V[targets.cpu()].nonzero()  # on the CPU, where the targets are
         is_space_V = self._is_space_V.to(device)
         for part_P2 in index_P2.to(device).split(max(1, _MAX_LOGITS // len(is_space_V))) if len(index_P2) else ():
             index_P = tuple(part_P2.unbind(-1))
-            logits_PV = self._model.logits(hidden_BTD[index_P][None])[0].to(nats_BT.dtype) / temperature
+            logits_PV = self._model.logits(hidden[index_P][None])[0].to(nats_BT.dtype) / temperature
             nats_P = logits_PV.logsumexp(-1) - logits_PV[:, is_space_V].logsumexp(-1)
             space_nats_BT[index_P] = nats_P.clamp(min=0)
         return torch.stack([nats_BT, torch.minimum(space_nats_BT, nats_BT)], -1)
