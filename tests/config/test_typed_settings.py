@@ -88,7 +88,7 @@ def stub_text() -> str:
 
 
 def test_types_are_those_of_the_settings() -> None:
-    assert STUB.read_text(encoding="utf-8") == stub_text()
+    assert STUB.read_text(encoding="utf-8") == stub_text(), "run: python tests/config/test_typed_settings.py"
 
 
 CALLS = """

@@ -16,7 +16,7 @@ import torch
 from model_configs import small_model
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
-from transformer_xl.config import UserError
+from transformer_xl.config import EvaluationConfig, UserError, run_settings
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
@@ -73,3 +73,11 @@ def test_memory_or_missing_window_is_refused(make_model) -> None:
         token_nats(model, tokens_K, BOS, replace(sliding(5), context_limits=ContextLimits(11, attention_window=5)))
     with pytest.raises(UserError, match="needs attention-window"):
         token_nats(model, tokens_K, BOS, sliding(None))
+
+
+def test_its_memory_length_is_0_unless_one_is_given() -> None:
+    config = run_settings({"train": {"memory_length": 11}}, "test")
+    plan = EvaluationPlan.resolve(config, EvaluationConfig(method="sliding-window", attention_window=5))
+    assert (plan.context_limits.memory_length, plan.memory_length_reason) == (0, "method sliding-window has none")
+    given = EvaluationConfig(method="sliding-window", attention_window=5, memory_length=11)
+    assert EvaluationPlan.resolve(config, given).context_limits.memory_length == 11  # which the method refuses

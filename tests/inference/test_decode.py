@@ -335,3 +335,14 @@ def test_other_calls_take_the_modules(calls):
     native.model.owner = None
     native(random_tokens(1, 1), native.model.initial_memory(1, LIMITS))
     assert not calls
+
+
+def test_a_model_with_attention_of_its_own_does_not_use_the_operator(calls) -> None:
+    class Own(TransformerXL):
+        def attention_context(self, *arguments: Any, **settings: Any) -> Any:
+            return super().attention_context(*arguments, **settings)
+
+    model, _ = make_pair()
+    model.__class__ = Own
+    read(model, random_tokens(1, 3))
+    assert calls == []

@@ -128,7 +128,7 @@ def project_texts() -> Iterator[tuple[str, str]]:
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     for path in sorted(files):
         content = path.read_bytes()
-        if b"\0" not in content:
+        if b"\0" not in content and path.name != ".git":  # of a second working tree
             yield path.relative_to(ROOT).as_posix(), content.decode("utf-8")
 
 

@@ -78,6 +78,8 @@ def test_modules_import_only_lower_parts() -> None:
 
 def test_apps_import_apps_of_their_order() -> None:
     """Those to the right in the table; deleting any but `analyze` leaves the others whole."""
+    folders = {module.split(".")[1] for module in MODULES if module.startswith("apps.")}
+    assert sorted(folders - set(APPS)) == [], "add these to the row `apps` of the table in docs/design.md"
     found = {
         module: set(re.findall(r"transformer_xl\.apps\.(\w+)", source)) - set(APPS[APPS.index(module.split(".")[1]) :])
         for module, source in MODULES.items()

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
 from transformer_xl.cli.output import load_and_say, perplexity_titles, print_json, print_table, say_memory_length
-from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.config import WITHOUT_MEMORY, EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
 
@@ -116,7 +116,7 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
         return [config.model_copy(update={"memory_length": length}) for length in lengths]
     if windows is None:
         return [config]
-    fill_window = config.memory_length is None and config.method != "sliding-window"
+    fill_window = config.memory_length is None and config.method not in WITHOUT_MEMORY
     return [
         # a query sees itself too, so a memory of window - 1 fills the window at every position of a segment
         config.model_copy(update={"attention_window": window} | ({"memory_length": window - 1} if fill_window else {}))

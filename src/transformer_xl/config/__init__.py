@@ -10,6 +10,9 @@ from transformer_xl.config.evaluation_config import (
     EvaluationConfig as EvaluationConfig,
     EvaluationMethod as EvaluationMethod,
 )
+from transformer_xl.config.evaluation_config import (
+    WITHOUT_MEMORY as WITHOUT_MEMORY,
+)
 from transformer_xl.config.model_config import (
     ARCHITECTURES as ARCHITECTURES,
     AbsoluteConfig as AbsoluteConfig,

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from transformer_xl.config.settings import INT32_MAX, Settings
 
 EvaluationMethod = Literal["memory", "sliding-window", "dynamic"]
+WITHOUT_MEMORY = frozenset[EvaluationMethod]({"sliding-window"})
+"""The methods whose memory length is 0 unless one is given, which they refuse."""
 """How a text is read; described at `EvaluationConfig.method`."""
 
 

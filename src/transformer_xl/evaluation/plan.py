@@ -21,6 +21,7 @@ from torch import Tensor
 
 from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import (
+    WITHOUT_MEMORY,
     DynamicConfig,
     EvaluationConfig,
     EvaluationMethod,
@@ -118,7 +119,9 @@ class EvaluationPlan:
         if merged.memory_length is not None:
             reason = "evaluation.memory_length of the run" if overrides.memory_length is None else "given"
             memory_length = merged.memory_length
-        elif memory_lengths is not None and merged.method != "sliding-window":
+        elif merged.method in WITHOUT_MEMORY:
+            memory_length, reason = 0, f"method {merged.method} has none"
+        elif memory_lengths is not None:
             measured = memory_lengths.segment_length, memory_lengths.attention_window, memory_lengths.clamp_length
             if measured == (segment_length, window, clamp):
                 memory_length, reason = memory_lengths.chosen, memory_lengths.describe()

@@ -25,6 +25,7 @@ from transformer_xl.inference.decode import DecodeTables, decode_tables
 from transformer_xl.model.backbone import Backbone
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.model.relative import RelativeModel
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.token_ids import TokenIds
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
@@ -196,6 +197,8 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
 def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables | None:
     """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
     if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
+        return None
+    if type(model).attention_context is not RelativeModel.attention_context:  # may attend in a way of its own
         return None
     if choose(model.attn_implementation or "auto", model.device, dtype).attend is not native_kernel.attend:
         return None

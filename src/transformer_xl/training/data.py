@@ -76,8 +76,8 @@ def min_training_bytes(config: RunConfig, local_batch_size: int, dtype: str, num
     share = num_processes if train.parallelism == "fsdp" else 1
     weights = min_weight_bytes(model) // share
     trained = 0 if config.lora else 4 * min_parameters(model) // share  # an adapter is small
-    # two numbers for each trained parameter in Adam, one in Muon, and the average
-    state = trained * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
+    # two numbers for each trained parameter in Adam, one or more in others, and the average
+    state = trained * (1 + (train.optimizer in ("adam", "adamw")) + (train.weight_average != "none"))
     num_rows = max(map(len, micro_batches(local_batch_size, train, num_processes)))
     activations = num_rows * min_activations(
         model,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from transformer_xl.checkpoint_record import MemoryLengths
-from transformer_xl.config import EvaluationConfig, RunConfig, UserError
+from transformer_xl.config import WITHOUT_MEMORY, EvaluationConfig, RunConfig, UserError
 from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.progress import ProgressBar, note, say
@@ -108,7 +108,7 @@ def candidate_lengths(config: RunConfig, num_tokens: int) -> list[int]:
         num_tokens: length of the text.
     """
     evaluation, trained = config.evaluation, config.train.memory_length
-    is_fixed = evaluation.memory_length is not None or evaluation.method == "sliding-window"
+    is_fixed = evaluation.memory_length is not None or evaluation.method in WITHOUT_MEMORY
     longest = num_tokens // _FILLS
     if is_fixed or config.model.is_recurrent or not 0 < trained <= longest:
         return []

@@ -45,6 +45,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "integer": IntegerTokenizer(num_values=31),
     "integer without eos": IntegerTokenizer(num_values=31, add_eos=False),
 }
+OF_BYTES = ("byte", "integer")  # the kinds that do not decode their text as UTF-8
 # Text at which the kinds may split, and text that they must not split.
 PARTS = ["the", "a", "Mr.", ".", " ", "  ", "\n", "\r\n", "\t", "'t", "-", "3", "3,", "\x00", "\u00e9t\u00e9", "\u20ac"]
 PARTS += ["\U0001f600", '"', "<unk>", "<eos>", "x y", " the ", " v", "a."]
@@ -150,9 +151,7 @@ def test_id_outside_the_vocabulary_is_refused(name: str) -> None:
             tokenizer.stream_decoder().push(token)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, tokenizer in TOKENIZERS.items() if tokenizer.kind not in ("byte", "integer")]
-)
+@pytest.mark.parametrize("name", [name for name, one in TOKENIZERS.items() if one.kind not in OF_BYTES])
 def test_text_that_is_not_utf8_is_refused_with_its_position(name: str) -> None:
     with pytest.raises(EncodingError, match=r"not UTF-8 \(byte 0xff\); .*tokenizer=byte") as caught:
         TOKENIZERS[name].encode_chunk("the \u00e9".encode() + b"\xffa")

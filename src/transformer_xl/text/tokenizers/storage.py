@@ -16,18 +16,10 @@ import numpy.typing as npt
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error, check_not_special, write_json
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
-from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, TokenizerKind
+from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS
 
 TOKENIZER_FILE = "txl_tokenizer.json"
 _LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
-# The class of each kind, in the module of this package that has the name of the kind.
-_CLASSES: dict[TokenizerKind, str] = {
-    "byte": "ByteTokenizer",
-    "char": "CharTokenizer",
-    "word": "WordTokenizer",
-    "bpe": "BPETokenizer",
-    "integer": "IntegerTokenizer",
-}
 _TOKEN_KEYS = ("words", "characters", "num_values", "counts", "midi")  # the keys of the JSON that are no settings
 _KINDS = ", ".join(TOKENIZER_KINDS)
 _COPY_AGAIN = "copy it again from its source, or make the corpus again with 'txl prepare'"
@@ -83,8 +75,10 @@ def tokenizer_from_json(
             f"{source}: no tokenizer of kind {kind!r}{nearest(str(kind), TOKENIZER_KINDS)}; expected one of {_KINDS}"
         )
     module = import_module(f"transformer_xl.text.tokenizers.{kind}")
+    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Tokenizer)]
+    (kind_class,) = [one for one in classes if vars(one).get("kind") == kind]
     try:
-        tokenizer: Tokenizer = getattr(module, _CLASSES[kind]).from_json(values)
+        tokenizer: Tokenizer = kind_class.from_json(values)
         if tokenizer.to_json() != values:
             raise ValueError("it has settings or values that such a tokenizer does not have")
     except ValueError as error:
