@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,32 @@ def test_folder_is_flushed_with_all_its_contents(tmp_path: Path, monkeypatch: py
     expected = {temporary / name for name in ("", "one", "below", "below/two", "below/further", "below/further/three")}
     assert set(flushed) == expected | {tmp_path}
     assert flushed[-1] == tmp_path  # last, after the rename
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_cannot_be_flushed_after_the_rename_is_not_there(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that fails and has written all the same would do its work twice when it is repeated."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fsync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino:
+            refuse()
+
+    (tmp_path / "old").write_text("old")
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not has_links:  # as on some file systems
+        monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(UserError, match="Input/output error"), atomic_folder(tmp_path / "folder") as folder:
+        (folder / "file").touch()
+    for name in ("new", "old"):
+        with pytest.raises(UserError, match="Input/output error"), atomic_file(tmp_path / name) as file:
+            file.write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").read_text() == ("old" if has_links else "new")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -166,8 +166,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _renamed_into_place(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; flush it and rename it to `path` after the block, or delete it if the block fails."""
-    temporary = path.parent / f".{path.name}.partial-{os.getpid()}"
+    """Yield a temporary path; flush it and rename it to `path` after the block.
+
+    If anything of that fails, it is deleted, and what was at `path` is there again.
+    """
+    temporary, previous = (path.parent / f".{path.name}.partial-{which}" for which in (os.getpid(), "old"))
     _remove(temporary)  # left by a killed process that had the same process id
     try:
         yield temporary
@@ -175,8 +178,22 @@ def _renamed_into_place(path: Path) -> Iterator[Path]:
         for item in [*temporary.rglob("*"), temporary]:
             if item.is_file() or item.is_dir():
                 _flush(item)
-        temporary.rename(path)
-        _flush(path.parent)
+        _remove(previous)  # left by a killed process too
+        is_new = not path.exists()
+        with suppress(OSError):  # a second name of what is there; some file systems have none
+            os.link(path, previous)
+        try:
+            temporary.rename(path)
+            _flush(path.parent)
+        except OSError:  # else the command would fail, and yet what it wrote would be there
+            if previous.exists():
+                previous.rename(path)
+            elif is_new and path.exists():
+                path.rename(temporary)
+            raise
+        finally:
+            with suppress(OSError):
+                previous.unlink(missing_ok=True)
     except BaseException as error:
         _remove(temporary)
         if isinstance(error, UserError):
@@ -263,7 +280,7 @@ def json_digest(values: Mapping[str, Any]) -> str:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete the temporary files and folders in `folder`, which killed processes left behind."""
-    for item in folder.glob(".*.partial-*"):
+    for item in [*folder.glob(".*.partial-*"), *folder.glob(".tmp??????")]:  # the latter are of safetensors
         _remove(item)
 
 

@@ -347,7 +347,8 @@ class RunFolder:
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         line = {"date": date, "step": step, "command": command, "processes": processes, **environment(device)}
         with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+            is_cut = read_bytes(file)[-1:] not in (b"", b"\n")  # the disk was full at the last start
+            stream.write("\n" * is_cut + json.dumps(line) + "\n")
 
     def last_start(self) -> dict[str, Any] | None:
         """Return the last line of starts.jsonl; None if the run has none, as those of 0.1, or it was cut off."""

@@ -93,6 +93,20 @@ def crash_after_best_validation(trainer: Trainer) -> float:
     return trainer.state.best_nats
 
 
+def test_what_is_left_of_writing_does_not_stay(tmp_path: Path) -> None:
+    """A line of starts.jsonl that was cut off spoils no other, and the temporary file of safetensors is deleted."""
+    trainer = start_run(tmp_path / "run")
+    train_until(trainer, 4)
+    (tmp_path / "run" / "starts.jsonl").write_text('{"date": "2026')
+    (tmp_path / "run" / ".tmpA1b2C3").touch()
+    trainer = reopened(trainer)
+    trainer.folder.record_start(4, trainer.device, 1)
+    last = trainer.folder.last_start()
+    assert last is not None
+    assert last["step"] == 4
+    assert not list((tmp_path / "run").glob(".*"))
+
+
 def test_best_weights_newer_than_the_checkpoint_are_kept(tmp_path: Path) -> None:
     """Resumed with another learning rate, step 9 has a loss between those of the checkpoint and of the best weights."""
     trainer = start_run(tmp_path / "run")

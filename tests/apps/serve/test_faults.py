@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import socket
@@ -240,6 +242,27 @@ def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path) -> Non
         assert client.post("/v1/completions", json=body).status_code == 200
         (file,) = tmp_path.iterdir()
         assert file.stat().st_size > 2**18
+
+
+def test_session_whose_file_cannot_be_deleted_stays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would be there again after a restart. To make room it is deleted all the same."""
+
+    def refuse(path: Path, **_: Any) -> None:
+        if path.suffix == ".safetensors" and ".partial-" not in path.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, runner):
+        session = make_session(client)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            answer = client.delete(f"/v1/sessions/{session}")
+            assert answer.status_code == 507
+            assert_no_inside(answer)
+            assert client.get(f"/v1/sessions/{session}").status_code == 200
+            runner.sessions.max_bytes = runner.sessions.num_bytes
+            another = make_session(client)
+        assert [entry["id"] for entry in client.get("/v1/sessions").json()["data"]] == [another]
+        assert client.delete(f"/v1/sessions/{another}").status_code == 200
 
 
 def test_full_temporary_disk_is_said_without_its_path(

@@ -149,12 +149,16 @@ class SessionStore:
         """Delete a session.
 
         Raises:
-            ApiError: the owner has no such session, or a request is changing it.
+            ApiError: the owner has no such session, a request is changing it, or its file cannot be deleted.
         """
         with self._lock:
             self.get(session_id, owner)
             self._check_free(session_id)
-            self._remove(session_id)
+            try:
+                self._delete_file(session_id)
+            except OSError as error:  # it would be there again after a restart
+                raise _not_written(error) from None
+            del self._sessions[session_id]
 
     def exported(self, session: Session) -> bytes:
         """Return a session as the contents of a file.
@@ -237,10 +241,13 @@ class SessionStore:
                 return
             removed = max(unused, key=lambda one: sizes[one.owner])  # the first of them
             sizes[removed.owner] -= removed.num_bytes
-            self._remove(removed.id)
+            del self._sessions[removed.id]
+            try:
+                self._delete_file(removed.id)
+            except OSError as error:  # what was to be saved is saved
+                note(f"deleting the file of a session: {error}")
 
-    def _remove(self, session_id: str) -> None:
-        self._sessions.pop(session_id, None)
+    def _delete_file(self, session_id: str) -> None:
         if self._folder is not None:
             (self._folder / f"{session_id}.safetensors").unlink(missing_ok=True)
 
