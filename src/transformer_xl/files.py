@@ -5,16 +5,18 @@ An atomic write uses a temporary name, flushes to disk, and renames, so that a f
 
 from __future__ import annotations
 
+import csv
 import errno
 import glob
 import hashlib
+import io
 import json
 import os
 import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file (UTF-8) atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header; a value that a row lacks is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

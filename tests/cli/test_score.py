@@ -5,6 +5,7 @@ Shape suffixes: K tokens of a text.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -102,6 +103,22 @@ def test_score_tables_have_the_total_and_escaped_characters(folder: Path, record
         assert (result.status, result.warnings) == (0, "")
         assert f"{sum(record['logprob'] for record in records[per]):.4f}" in result.out
         assert per != "line" or "caf\u00e9 \u2603\\tb [red]x[/red]" in result.out
+
+
+def test_csv_has_the_values_of_the_json_lines(folder: Path, records, tmp_path: Path) -> None:
+    for per in ("token", "line", "file"):
+        words = ["score", folder / "run", folder / "special.txt", folder / "plain.txt", "--per", per, "--out"]
+        result = txl(*words, tmp_path / f"{per}.csv")
+        assert (result.status, result.out, result.warnings) == (0, "", "")
+        rows = list(csv.DictReader(io.StringIO((tmp_path / f"{per}.csv").read_text(encoding="utf-8"), newline="")))
+        assert [float(row["logprob"]) for row in rows] == [record["logprob"] for record in records[per]]
+        assert [row.get("text") for row in rows] == [record.get("text") for record in records[per]]
+        assert txl(*words, "-").out == (tmp_path / f"{per}.csv").read_text(encoding="utf-8")
+
+
+def test_text_whose_lines_end_in_cr_is_noted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mac.txt").write_bytes(b"one\rtwo\r")
+    assert "mac.txt: its lines end in CR alone" in txl("score", folder / "run", tmp_path / "mac.txt").warnings
 
 
 def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ DEFAULT_DEVICE = DeviceOptions()
 
 @dataclass(frozen=True)
 class WordOptions:
-    """Options of `--per word` alone."""
+    """Options of `--per word` alone, except out."""
 
     whitespace: Literal["leading", "trailing"] | None = None
     """Whether the space between two words belongs to the second, or to the first, which it ends. [default: leading]"""
@@ -78,7 +78,7 @@ class WordOptions:
     document_column: str | None = None
     """Column of the document, at whose start memory is empty. [default: a file is a document]"""
     out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None
-    """New CSV file; - is standard output."""
+    """New CSV file, also by token, line or file; - is standard output."""
     plot: Path | None = None
     """New file for a plot of the first items, .svg or .png."""
 

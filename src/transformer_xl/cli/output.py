@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shlex
@@ -34,6 +35,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_csv(text: str) -> None:
+    """Print CSV in UTF-8, whatever the encoding of the terminal."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+    sys.stdout.write(text)
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

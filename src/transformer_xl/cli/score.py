@@ -21,6 +21,7 @@ from transformer_xl.cli.output import (
     check_outputs,
     load_and_say,
     perplexity_titles,
+    print_csv,
     print_json,
     print_table,
     printable,
@@ -28,6 +29,7 @@ from transformer_xl.cli.output import (
     say_unknown,
 )
 from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.files import csv_text, write_text
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
@@ -82,6 +84,9 @@ def score(
         name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
         for name, path in paths.items()
     }
+    for name, content in contents.items():
+        if b"\r" in content and b"\n" not in content:
+            note(f"{name}: its lines end in CR alone, which ends no line here; change CR to LF (tr '\\r' '\\n')")
     items: list[TextItem] = []
     if per == "word":  # before the run is loaded, which takes longer
         from transformer_xl.apps.surprisal.command import read_all_items
@@ -104,10 +109,15 @@ def score(
         note("the run's tokenizer has no token for a line end, so each file counts as one line")
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
+    out, records = word_options.out, _records(scores, per)
+    if out is not None:
+        rows = list(records)
+        table = csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
+        print_csv(table) if word_options.is_on_stdout else write_text(out, table)
     if json:
         for record in _records(scores, per):
             print_json({**record, **loaded.weights_values}, indent=None)
-    else:
+    elif out is None:
         _print_records(scores, per)
 
 
@@ -118,9 +128,10 @@ def _check_word_options(options: WordOptions, per: str, *, json: bool) -> None:
         UserError: they are not, or cannot.
     """
     given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
-    if per != "word" and given:
+    words_only = [name for name in given if name != "out"]
+    if per != "word" and words_only:
         raise UserError(
-            f"--{given[0].replace('_', '-')} is an option of --per word, not of --per {per}; add --per word"
+            f"--{words_only[0].replace('_', '-')} is an option of --per word, not of --per {per}; add --per word"
         )
     if json and options.is_on_stdout:
         raise UserError("--json and --out - were both given; standard output has room for one of them")

@@ -41,6 +41,7 @@ FILES = {
     "blank.csv": "item,text\n1,a\n2,\n",
     "unnamed.csv": "item,text\n,a\n",
     "mixed.csv": "item,text,doc\n1,a,x\n2,b,y\n3,c,x\n",
+    "semicolons.csv": "item;text\n1;a b\n",
     "broken.jsonl": '{"item": 1, "text": "a"}\n{"item": 2\n',
     "list.jsonl": "[1]\n",
     "number.jsonl": '{"item": 1, "text": 5}\n',
@@ -159,6 +160,7 @@ REFUSED = [
     ("run unnamed.csv", "unnamed.csv: line 2: column 'item' holds ''; expected text or an integer"),
     ("run mixed.csv --document-column doc", "the items of document x of mixed.csv do not follow each other"),
     ("run broken.jsonl", "broken.jsonl: line 2: expected a JSON object"),
+    ("run semicolons.csv", "semicolons.csv: columns seem to be separated by ';', not by ','; replace them by commas"),
     ("run list.jsonl", "list.jsonl: line 1: expected a JSON object"),
     ("run number.jsonl", r"number.jsonl: line 1: the text \(column 'text'\) is empty or no text"),
     ("run latin.csv", "latin.csv: byte 15: not UTF-8"),
@@ -181,7 +183,7 @@ def test_invalid_commands_are_refused(
     assert_refused(folder, f"score {words} --per word", message, capfd)
 
 
-@pytest.mark.parametrize("flag", ["--whitespace trailing", "--out a.csv", "--plot a.png", "--sweep-memory-length 1"])
+@pytest.mark.parametrize("flag", ["--whitespace trailing", "--plot a.png", "--sweep-memory-length 1"])
 def test_options_of_words_are_refused_elsewhere(folder: Path, flag: str, capfd: pytest.CaptureFixture[str]) -> None:
     message = f"{flag.split()[0]} is an option of --per word, not of --per line; add --per word"
     assert_refused(folder, f"score run text.txt {flag}", message, capfd)

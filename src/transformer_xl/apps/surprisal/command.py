@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import WordOptions, parse_integers
-from transformer_xl.cli.output import print_json, print_table, say_unknown
+from transformer_xl.cli.output import print_csv, print_json, print_table, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -62,7 +60,7 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     with ProgressBar("score", num_tokens * (1 + len(plans)), "tokens") as bar:
         table = surprisal(run, items, config, memory_lengths=lengths, whitespace=whitespace, progress=bar.advance)
     if options.is_on_stdout:
-        _print_csv(table)
+        print_csv(table.to_csv())
     elif json:
         for row in table:
             print_json({**row, **run.weights_values}, indent=None)
@@ -80,13 +78,6 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
                 f"the plot shows the first {MAX_ITEMS} of {len(items):,} items; for others, score a file of them alone"
             )
         write_plot(options.plot, draw_surprisal(table))
-
-
-def _print_csv(table: SurprisalTable) -> None:
-    """Print CSV in UTF-8, whatever the encoding of the terminal."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
-    sys.stdout.write(table.to_csv())
 
 
 def _print_rows(table: SurprisalTable, whitespace: str) -> None:

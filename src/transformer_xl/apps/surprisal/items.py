@@ -129,6 +129,10 @@ def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", delimiter=delimiter, strict=True)
     try:
         header = reader.fieldnames or ()
+        other = [mark for mark in ";\t," if len(header) == 1 and mark != delimiter and mark in header[0]]
+        if other:
+            advice = "replace them by commas" if other == [";"] else "give input_format tsv, or csv for commas"
+            raise UserError(f"{name}: columns seem to be separated by {other[0]!r}, not by {delimiter!r}; {advice}")
         if len(set(header)) < len(header):
             raise UserError(f"{name}: two columns have the same name; rename one of {', '.join(header)}")
         for row in reader:

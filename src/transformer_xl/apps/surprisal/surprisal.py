@@ -24,8 +24,6 @@ result, B batch size, D model width, V vocabulary, P positions of whitespace.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +42,7 @@ from transformer_xl.apps.surprisal.items import ItemColumns, TextItem, check_ite
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.files import as_path, write_text
+from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes
@@ -92,13 +90,10 @@ class SurprisalTable(list[dict[str, Any]]):
         Raises:
             UserError: the file system refuses.
         """
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.column_names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self)
+        text = csv_text(self.column_names, self)
         if file is not None:
-            write_text(as_path(file, "file", "give the path of a .csv file"), text.getvalue())
-        return text.getvalue()
+            write_text(as_path(file, "file", "give the path of a .csv file"), text)
+        return text
 
 
 def surprisal(
