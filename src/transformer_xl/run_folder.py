@@ -297,6 +297,7 @@ class RunFolder:
         # the loss of a step is that of the weight average, if the run has one, and not that of the last weights
         is_known = is_validated and self.config.train.weight_average == "none"
         nats = state.get("validation_nats") if is_known else None
+        nats = nats if isinstance(nats, int | float) else None
         return SavedWeights("last", newest / self.weights_name, step, nats, is_validated=is_validated)
 
     def checkpoints(self) -> list[Path]:
