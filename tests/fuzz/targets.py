@@ -427,6 +427,27 @@ def training_json(folder: Path) -> Prepared:
 
 
 @target(mutations.of_json)
+def training_header(folder: Path) -> Prepared:
+    """The header of what torch's distributed checkpoint wrote of a training, in a checkpoint."""
+    from transformer_xl.training.checkpoint import _read, _read_shapes, _write
+    from transformer_xl.training.distributed import DistributedContext
+
+    names = ["a/momentum", "memory/valid", "random"]
+    tensors = dict(zip(names, (torch.ones(2, 3), torch.tensor([3, 3]), torch.zeros(5, dtype=torch.uint8)), strict=True))
+    _write(tensors, folder / "training", DistributedContext())
+    (file,) = (folder / "training").iterdir()
+    header, data = parts(file.read_bytes())
+
+    def read() -> None:
+        saved = _read_shapes(folder / "training")
+        if all(name in saved and saved[name].size == tensor.shape for name, tensor in tensors.items()):
+            _read({name: tensor.clone() for name, tensor in tensors.items()}, folder / "training", DistributedContext())
+
+    check = reader_of(file, read)
+    return [header], lambda content: check(framed(content, data))
+
+
+@target(mutations.of_json)
 def metrics_jsonl(folder: Path) -> Prepared:
     """metrics.jsonl and starts.jsonl of a run."""
     path = folder / "run"
