@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.files import atomic_file, atomic_folder, final_names
+from transformer_xl.files import as_user_error, atomic_file, atomic_folder, final_names, parse_json
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
@@ -73,6 +73,21 @@ def test_paths_that_are_no_files_are_refused_before_writing(tmp_path: Path) -> N
     with atomic_file(tmp_path / "link") as temporary:
         temporary.write_text("text")
     assert (tmp_path / "link").read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="no file can have this name"), as_user_error("reading it"):
+        (tmp_path / name).read_bytes()
+    with pytest.raises(ValueError, match="other"), as_user_error("reading it"):
+        raise ValueError("other")
+
+
+@pytest.mark.parametrize("content", ["[" * 200 + "]" * 200, '{"a":' * 200 + "1" + "}" * 200, "[" * 100_000, "["])
+def test_json_too_deep_for_those_who_use_it_is_refused(content: str) -> None:
+    with pytest.raises(ValueError, match=r"nested too deeply|Expecting value"):
+        parse_json(content)
+    assert parse_json('[{"a": [[[[1]]]]}, "[[[["]') == [{"a": [[[[1]]]]}, "[[[["]
 
 
 def test_messages_have_final_names_and_keep_other_dots() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from transformer_xl.config import Settings, UserError, check_settings
-from transformer_xl.files import as_user_error, json_digest, read_bytes, write_json
+from transformer_xl.files import as_user_error, json_digest, parse_json, read_bytes, write_json
 from transformer_xl.progress import NOTE
 from transformer_xl.tensor_file import DAMAGED, check_exists
 
@@ -140,7 +139,7 @@ class CheckpointRecord(Numerics):
         check_exists(file)
         content = read_bytes(file)
         try:
-            contents = json.loads(content)
+            contents = parse_json(content)
             expected = contents.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(DAMAGED.format(file, "it is incomplete")) from None

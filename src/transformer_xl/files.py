@@ -36,6 +36,8 @@ _MESSAGES = {  # by error number of the operating system
     errno.EISDIR: "is a folder, must be a file",
 }
 
+_MAX_NESTING = 100  # of JSON; our files have less than ten
+
 
 @contextmanager
 def as_user_error(action: str) -> Iterator[None]:
@@ -52,6 +54,10 @@ def as_user_error(action: str) -> Iterator[None]:
     except OSError as error:
         message = _MESSAGES.get(error.errno or 0, error.strerror or str(error))
         raise UserError(final_names(f"{action}: {message}")) from error
+    except ValueError as error:  # what Python says of a name, which a damaged file can contain
+        if not isinstance(error, UnicodeEncodeError) and str(error) != "embedded null byte":
+            raise
+        raise UserError(f"{action}: no file can have this name ({error}); give another") from error
 
 
 def final_names(text: str) -> str:
@@ -262,6 +268,25 @@ def read_bytes(path: Path) -> bytes:
     """
     with as_user_error(f"reading {path}"):
         return path.read_bytes()
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return the values of JSON, whose nesting exhausts the stack neither here nor where they are used.
+
+    Raises:
+        ValueError: it is not JSON, or is nested too deeply.
+    """
+    try:
+        values = json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [[values]]
+    for _ in range(_MAX_NESTING):
+        inner = [part for part in level for part in (part.values() if isinstance(part, dict) else part)]
+        level = [part for part in inner if isinstance(part, (dict, list))]
+    if level:
+        raise ValueError("nested too deeply")
+    return values
 
 
 def write_text(path: Path, text: str) -> None:

@@ -54,6 +54,7 @@ from transformer_xl.files import (
     atomic_folder,
     check_not_special,
     json_digest,
+    parse_json,
     quoted,
     read_bytes,
     write_text,
@@ -225,11 +226,11 @@ class RunFolder:
         Raises:
             UserError: the file is damaged.
         """
-        best = self.path / self.weights_name
-        metadata = load_tensors(best)[1] if best.is_file() else {}
-        if "nats_per_token" not in metadata:
+        if not (self.path / self.weights_name).is_file():
             return None
-        return int(metadata["step"]), float(metadata["nats_per_token"])
+        load_tensors(self.path / self.weights_name)  # which compares the checksum
+        best = self._best_weights()
+        return None if best is None or best.valid_nats_per_token is None else (best.step, best.valid_nats_per_token)
 
     def choose_weights(self, checkpoint: CheckpointName = "best") -> ChosenWeights:
         """Choose the best weights, or the last ones.
@@ -282,8 +283,8 @@ class RunFolder:
         try:
             step, loss = int(metadata.get("step", 0)), None if nats is None else float(nats)
             entry = metadata.get("memory_lengths")
-            lengths = None if entry is None else check_settings(MemoryLengths, json.loads(entry), str(file))
-        except (ValueError, RecursionError) as error:
+            lengths = None if entry is None else check_settings(MemoryLengths, parse_json(entry), str(file))
+        except ValueError as error:
             raise UserError(DAMAGED.format(file, error)) from None
         return SavedWeights("best", file, step, loss, is_validated=loss is not None, memory_lengths=lengths)
 
@@ -296,6 +297,7 @@ class RunFolder:
         # the loss of a step is that of the weight average, if the run has one, and not that of the last weights
         is_known = is_validated and self.config.train.weight_average == "none"
         nats = state.get("validation_nats") if is_known else None
+        nats = nats if isinstance(nats, int | float) else None
         return SavedWeights("last", newest / self.weights_name, step, nats, is_validated=is_validated)
 
     def checkpoints(self) -> list[Path]:
@@ -327,7 +329,7 @@ class RunFolder:
         check_not_special(file)
         lines = read_bytes(file).splitlines(keepends=True)
         try:
-            entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            entries = [parse_json(line) for line in lines if line.endswith(b"\n")]
             for line in entries:
                 if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
                     raise ValueError(f"no split or step in {line}")
@@ -355,7 +357,7 @@ class RunFolder:
         file = self.path / "starts.jsonl"
         with suppress(ValueError, IndexError):
             check_not_special(file)
-            return json.loads(read_bytes(file).splitlines()[-1]) if file.exists() else None
+            return parse_json(read_bytes(file).splitlines()[-1]) if file.exists() else None
         return None
 
     def write_config(self) -> None:

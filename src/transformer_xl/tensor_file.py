@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, atomic_file, check_not_special
+from transformer_xl.files import as_user_error, atomic_file, check_not_special, parse_json
 
 _ADVICE = "copy it again; if it is in a step-N folder, delete that to resume from an earlier one"
 DAMAGED = f"{{}} is damaged ({{}}); {_ADVICE}"
@@ -134,12 +134,12 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except UserError:
         raise
-    except (SafetensorError, OSError, ValueError, AttributeError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, AttributeError) as error:
         raise UserError(DAMAGED.format(path, f"not a complete safetensors file: {error}")) from None
 
 
 def _metadata(path: Path, file: Any) -> dict[str, str]:
-    metadata = {name: str(value) for name, value in json.loads((file.metadata() or {}).get(_KEY, "{}")).items()}
+    metadata = {name: str(value) for name, value in parse_json((file.metadata() or {}).get(_KEY, "{}")).items()}
     if metadata.get("format") != _FORMAT:
         raise UserError(f"{path} was not written by this version of the program; expected format {_FORMAT}")
     return metadata

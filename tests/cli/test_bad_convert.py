@@ -139,6 +139,10 @@ DAMAGED_FILES: dict[str, Case] = {
     "shard outside the folder": (
         lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
                              b'{"weight_map": {"a": "../a.safetensors"}}'), "hub", r"files of weights in its folder"),
+    "index with a name that no file can have": (
+        lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
+                             b'{"weight_map": {"a": "a\\u0000.safetensors"}}'), "hub",
+        r"reading hub/a.*: no file can have this name"),
     "index that names itself": (
         lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
                              b'{"weight_map": {"a": "model.safetensors.index.json"}}'), "hub",

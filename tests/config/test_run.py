@@ -16,6 +16,7 @@ from transformer_xl.config import (
     UserError,
     load_recipe,
     merge_recipe,
+    read_yaml,
     run_settings,
 )
 from transformer_xl.config.model_config import VaswaniConfig
@@ -79,6 +80,26 @@ def test_message_on_many_errors_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{len(names)} errors: .*\(8\) .*and {len(names) - 8} more") as error:
         load_recipe(str(file))
     assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # PyYAML raises IndexError, IndexError, KeyError and AttributeError
+        "a: !!int ''", "a: !!float '_'", "a: !!bool x", "a: !!timestamp x",
+        # values that contain themselves or each other: without an end, 10**9 values, too deep for the stack
+        "train: {max_steps: &a [*a]}", "a: &a {b: *a}",
+        "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}1]" if n else "a0: &a0 1" for n in range(10)),
+        f"train: {{max_steps: {'[' * 150}{']' * 150}}}", "a: {b: 1, b: 2}",
+    ],
+)  # fmt: skip
+def test_yaml_of_any_kind_is_read_or_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"^own.yaml: not readable as YAML \([^\n]+\)"):
+        read_yaml(text, "own.yaml")
+
+
+def test_yaml_may_have_anchors() -> None:
+    assert read_yaml("a: &a [1, 2]\nb: {<<: {c: 3}, d: *a}", "own.yaml") == {"a": [1, 2], "b": {"c": 3, "d": [1, 2]}}
 
 
 @pytest.mark.parametrize("name", ["my-note", "1x", ""])

@@ -113,6 +113,7 @@ def test_files_of_wrong_size_and_missing_files_are_refused(
         (lambda values: values.update(nmae="x"), r"unknown setting 'nmae' \(did you mean 'name'\?\); copy the corpus"),
         (lambda values: values["splits"].update({"../x": {}}), "splits"),
         (lambda values: values["splits"]["test"].pop("sha256"), "splits.test.sha256"),
+        (lambda values: values["splits"]["test"].update(shard_lengths=[]), "splits.test.shard_lengths"),
     ],
 )
 def test_invalid_corpus_json_is_refused(

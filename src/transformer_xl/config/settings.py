@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
@@ -249,13 +251,35 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+_MAX_VALUES, _MAX_DEPTH = 50_000, 100  # of a YAML file, far more than settings have
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys; PyYAML silently keeps only the last value."""
+    """YAML loader that refuses duplicate keys (PyYAML silently keeps only the last value), and what exhausts memory."""
+
+    def __init__(self, stream: str | bytes) -> None:
+        super().__init__(stream)
+        self._num_values, self._depth, self._sizes = 0.0, 0, dict[int, float]()
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count what a node stands for: of aliases of aliases a few lines make billions of values."""
+        before, is_alias = self._num_values, self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ValueError(f"more than {_MAX_DEPTH} levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._num_values += self._sizes.get(id(node), math.inf) if is_alias else 1
+        self._sizes.setdefault(id(node), self._num_values - before)
+        if self._num_values > _MAX_VALUES:
+            raise ValueError(f"more than {_MAX_VALUES:,} values, or an alias within its anchor")
+        return node
 
     @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-        if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        names = Counter(name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode))
+        if twice := next((name for name, count in names.items() if count > 1), None):
             raise ValueError(f"duplicate key '{twice}'; merge the two, or remove one")
         return super().construct_mapping(node, deep)
 
@@ -275,6 +299,8 @@ def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: not readable as YAML ({place}{error.problem}); {advice}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a duplicate key or an impossible date
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
+    except (LookupError, AttributeError, TypeError, OverflowError):  # PyYAML raises them for !!bool x, !!int ''
+        raise UserError(f"{source}: not readable as YAML (a value is not of its type); leave out tags (!!)") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: must be a mapping of settings, not {type(values).__name__}")
     return values

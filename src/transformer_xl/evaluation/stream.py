@@ -33,7 +33,7 @@ from typing_extensions import Unpack
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_weights, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.files import as_path
+from transformer_xl.files import as_path, parse_json
 from transformer_xl.inference import require_reading_memory
 from transformer_xl.reader import Reader
 from transformer_xl.run import Run, check_run, weights_digest
@@ -275,12 +275,12 @@ class SurprisalStream:
     def _restore(self, path: Path) -> dict[str, Any]:
         """Replace the state by a saved one; header and shapes are checked before any tensor is read."""
         try:
-            values = json.loads(read_metadata(path)["stream"])
+            values = parse_json(read_metadata(path)["stream"])
             identity = {name: values[name] for name in ("weights_sha256", "tokenizer_sha256", "settings")}
             counts = {name: values[name] for name in ("num_before", "num_returned", "num_tokens", "num_encoded")}
             held, undecoded = bytes.fromhex(values["held"]), bytes.fromhex(values["undecoded"])
             is_within_line, extra = values["is_within_line"], values["extra"]
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{path} is not the state of a stream; give the file that a stream was saved to") from None

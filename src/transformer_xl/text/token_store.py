@@ -54,7 +54,7 @@ class SplitRecord(Settings):
     """Number of unknown tokens, each for a word that is not in the vocabulary."""
     num_documents: int = Field(gt=0)
     """Number of documents: files (or texts in memory), or lines with `txl prepare --document-unit line`."""
-    shard_lengths: tuple[Annotated[int, Field(gt=0)], ...]
+    shard_lengths: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
     """Number of tokens in each token file."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Checksum of the concatenated token files."""

@@ -26,7 +26,7 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_folder, remove_leftovers
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import RunFolder, read_weights
-from transformer_xl.tensor_file import save_tensors
+from transformer_xl.tensor_file import DAMAGED, save_tensors
 from transformer_xl.training.distributed import DistributedContext, gather_weights, load_gathered
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, world: DistributedContext) -
     from torch.distributed import checkpoint
 
     reader = checkpoint.HuggingFaceStorageReader(str(folder))
-    with _as_user_error(f"reading {folder}"):
+    with _damage_reported(folder), _as_user_error(f"reading {folder}"):
         checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
 
 
@@ -251,8 +251,23 @@ def _read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Return the shape and dtype of each tensor of a checkpoint, by name."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    with as_user_error(f"reading {folder}"):
+    with _damage_reported(folder), as_user_error(f"reading {folder}"):
         return dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)  # pyrefly: ignore
+
+
+@contextmanager
+def _damage_reported(folder: Path) -> Iterator[None]:
+    """Convert what torch's reader raises on a header that is not its own, which can be anything, to a UserError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except (Exception, CheckpointException) as error:
+        raise UserError(
+            DAMAGED.format(folder, f"torch cannot read it: {' '.join(str(error).split())[:200]}")
+        ) from error
 
 
 @contextmanager

@@ -167,6 +167,9 @@ VOCAB = BPE.to_json()["tokenizer"]["model"]["vocab"]
         ({"model__vocab": {"QQ" if token == "!" else token: VOCAB[token] for token in VOCAB}}, "is not byte-level BPE"),
         ({"model__type": "WordPiece", "model__max_input_chars_per_word": 9}, "cannot use it|is not byte-level BPE"),
         ({"model__merges": [["Q", "absent"]]}, r"cannot use it \("),
+        # the library panics; and it would make room for all ids up to the largest, in half a minute
+        ({"model__merges": [["\u0136", "r"]]}, r"cannot use it \("),
+        ({"model__vocab__Zz": 2**31 - 1}, "without gaps and duplicates"),
     ],
 )
 def test_tokenizer_that_changes_text_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

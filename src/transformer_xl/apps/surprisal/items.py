@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from transformer_xl.config import UserError
+from transformer_xl.files import parse_json
 
 InputFormat = Literal["text", "csv", "tsv", "jsonl"]
 _SUFFIXES: dict[str, InputFormat] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -156,8 +156,8 @@ def _json_rows(name: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         place = f"{name}: line {number:,}"
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if not isinstance(row, dict):
             raise UserError(f'{place}: expected a JSON object, such as {{"item": 1, "text": "A sentence."}}')

@@ -275,10 +275,11 @@ def _damage_as_user_error(path: Path) -> Iterator[None]:
     """Convert errors of decompressing a file to a one-line user error."""
     try:
         yield
-    except (*_DECOMPRESSION_ERRORS, OSError) as error:
+    except (*_DECOMPRESSION_ERRORS, MemoryError, OSError) as error:  # an xz file can ask for a dictionary of gigabytes
         if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
             raise
-        raise UserError(f"{path}: not readable, perhaps damaged or truncated ({error}); get it again") from None
+        problem = str(error) or "it needs too much memory"
+        raise UserError(f"{path}: not readable, perhaps damaged or truncated ({problem}); get it again") from None
 
 
 def extract(path: Path, members: Collection[str], folder: Path, progress: Progress = no_progress) -> None:

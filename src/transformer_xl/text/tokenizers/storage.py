@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import as_user_error, check_not_special, write_json
+from transformer_xl.files import as_user_error, check_not_special, parse_json, write_json
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
 from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS
 
@@ -178,6 +178,6 @@ def read_json(path: Path, advice: str) -> Any:
         check_not_special(path)
         content = path.read_bytes()
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content)
+    except ValueError as error:
         raise UserError(f"{path}: damaged, not readable as JSON ({error}); {advice}") from None
