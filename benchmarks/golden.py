@@ -6,8 +6,9 @@
     python benchmarks/golden.py --source DIR         of the package in DIR, the folder that contains transformer_xl
 
 A change of the code that must not change a number is checked with it: the file is written before, and compared after.
-Losses are exact, so the file holds for one kind of processor, one version of torch and one thread; what it was written
-with is recorded, and mentioned if it differs. tests/test_earlier.py has tolerances and runs everywhere.
+Losses are exact, so the file holds for one kind of processor, one version of torch and one number of threads (--threads
+2: KIND-2-threads.json); what it was written with is recorded, and mentioned if it differs. tests/test_earlier.py has
+tolerances and runs everywhere.
 
 golden_cases.py has the cases. With --write and --only, the other entries of the file stay.
 """
@@ -34,12 +35,12 @@ GOLDEN = Path(__file__).parent / "golden"
 _workshops: list[CaseFolder] = []  # of this process
 
 
-def start_process(folder: Path) -> None:
+def start_process(folder: Path, threads: int) -> None:
     """Prepare a process that computes cases."""
     import torch
 
-    torch.set_num_threads(1)
-    _workshops.append(CaseFolder(folder))
+    torch.set_num_threads(threads)
+    _workshops.append(CaseFolder(folder, threads))
 
 
 def compute(case: str) -> dict[str, Any]:
@@ -52,14 +53,14 @@ def compute(case: str) -> dict[str, Any]:
         return {f"{case}/failed": f"{type(error).__name__}: {error}"}
 
 
-def compute_all(only: str, jobs: int) -> dict[str, Any]:
+def compute_all(only: str, jobs: int, threads: int) -> dict[str, Any]:
     """Return all entries whose names begin with `only`, in the order of the cases."""
     cases = [case for case in all_cases() if case.startswith(only) or only.startswith(f"{case}/")]
     found: dict[str, dict[str, Any]] = {}
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         make_corpora(Path(folder))
-        with ProcessPoolExecutor(jobs, spawn, start_process, (Path(folder),)) as pool:
+        with ProcessPoolExecutor(jobs, spawn, start_process, (Path(folder), threads)) as pool:
             futures = {pool.submit(compute, case): case for case in cases}
             for number, future in enumerate(as_completed(futures), start=1):
                 found[futures[future]] = future.result()
@@ -69,12 +70,12 @@ def compute_all(only: str, jobs: int) -> dict[str, Any]:
     return {name: value for name, value in ordered.items() if name.startswith(only) or name.endswith("/failed")}
 
 
-def machine() -> dict[str, Any]:
+def machine(threads: int) -> dict[str, Any]:
     """Return what the numbers depend on besides the code."""
     words = [sys.executable, "-m", "transformer_xl", "info", "--json"]
     info = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)["machine"]
     kept = ("torch", "native_operators", "attn_implementation_auto", "training_matmul_library", "dtype_auto")
-    return {"processor": cpu_model(), "threads": 1, **{name: info[name] for name in kept}}
+    return {"processor": cpu_model(), "threads": threads, **{name: info[name] for name in kept}}
 
 
 def difference(expected: Any, actual: Any) -> str:
@@ -117,17 +118,20 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", metavar="PREFIX")
     parser.add_argument("--source", type=Path, help="folder that contains the package transformer_xl")
-    parser.add_argument("--jobs", type=positive, default=2, help="processes that compute, each with one thread")
-    parser.add_argument("--file", type=Path, default=GOLDEN / f"{processor_kind()}.json")
+    parser.add_argument("--jobs", type=positive, default=2, help="processes that compute")
+    parser.add_argument("--threads", type=positive, default=1, help="of each process")
+    parser.add_argument("--file", type=Path, help="instead of that of this kind of processor and number of threads")
     args = parser.parse_args()
+    name = processor_kind() + (f"-{args.threads}-threads" if args.threads > 1 else "")
+    args.file = args.file or GOLDEN / f"{name}.json"
     if args.source:
         sys.path.insert(0, str(args.source.resolve()))
     import transformer_xl
 
     # the processes that are started use the same package
-    os.environ |= {"PYTHONPATH": str(Path(transformer_xl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    start, environment = time.monotonic(), machine()
-    entries = compute_all(args.only, args.jobs)
+    os.environ |= {"PYTHONPATH": str(Path(transformer_xl.__file__).parents[1]), "OMP_NUM_THREADS": str(args.threads)}
+    start, environment = time.monotonic(), machine(args.threads)
+    entries = compute_all(args.only, args.jobs, args.threads)
     say(f"{len(entries)} entries in {time.monotonic() - start:.0f} s, of {transformer_xl.__file__}")
     known = json.loads(args.file.read_text()) if args.file.exists() else {"environment": environment, "entries": {}}
     if args.write:

@@ -178,9 +178,9 @@ def make_corpora(folder: Path) -> None:
 class CaseFolder:
     """Corpora, and the folder for the runs of one process."""
 
-    def __init__(self, corpora: Path) -> None:
+    def __init__(self, corpora: Path, threads: int) -> None:
         """Make a temporary folder, which is deleted at the end of the process."""
-        self.corpora = corpora
+        self.corpora, self.threads = corpora, threads
         self._folder = tempfile.TemporaryDirectory(prefix="golden-")
         self.fixed = cache(self._fixed)
         self.run = cache(self._run)
@@ -282,7 +282,7 @@ def training(name: str, work: CaseFolder) -> Entries:
 
     recipe, corpus, model, settings = training_settings(name)
     run, groups = work.new(name), {"model": model, "train": settings}
-    train(recipe, work.corpora / corpus, run, **groups, device="cpu", threads=1, progress=False)
+    train(recipe, work.corpora / corpus, run, **groups, device="cpu", threads=work.threads, progress=False)
     yield from results_of(run)
 
 
@@ -297,7 +297,7 @@ def resumed(name: str, work: CaseFolder) -> Entries:
 
     recipe, corpus, model, settings = training_settings(name)
     run, groups = work.new(name), {"model": model, "train": settings}
-    options = {"device": "cpu", "threads": 1, "progress": False}
+    options = {"device": "cpu", "threads": work.threads, "progress": False}
     train(recipe, work.corpora / corpus, run, **groups, callbacks=[Stop()], **options)
     resume(run, **options)
     stopped, whole = dict(results_of(run)), dict(training(name, work))
@@ -318,7 +318,7 @@ def two_processes(parallelism: str, work: CaseFolder) -> Entries:
         str(work.corpora / corpus),
         "--run",
         str(run),
-        "--threads=1",
+        f"--threads={work.threads}",
     ]
     groups = {"model": model, "train": {**settings, "max_steps": 10, "parallelism": parallelism}}
     for group, values in groups.items():
@@ -335,7 +335,7 @@ def finetuning(name: str, work: CaseFolder) -> Entries:
 
     base, arguments = FINETUNING[name]
     train, run = {**STEPS, **arguments.get("train", {})}, work.new(name)
-    options = {"device": "cpu", "threads": 1, "progress": False}
+    options = {"device": "cpu", "threads": work.threads, "progress": False}
     finetune(work.fixed(base), work.corpora / "bytes", run, **{**arguments, "train": train}, **options)
     yield from results_of(run)
     if "lora_rank" in arguments:
@@ -418,7 +418,15 @@ def completions(method: str, found: Any) -> Entries:
 
 def serving(dtype: str, work: CaseFolder) -> Entries:
     """Ask a server over HTTP."""
-    words = ["-m", "transformer_xl", "serve", str(work.fixed("wide")), "--port=0", "--threads=1", f"--dtype={dtype}"]
+    words = [
+        "-m",
+        "transformer_xl",
+        "serve",
+        str(work.fixed("wide")),
+        "--port=0",
+        f"--threads={work.threads}",
+        f"--dtype={dtype}",
+    ]
     words += ["--chat-template=plain", "--max-memory-length=64"]
     process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
     try:

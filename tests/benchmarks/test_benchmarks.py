@@ -15,6 +15,7 @@ from pathlib import Path
 
 import attention_cases
 import chart
+import golden
 import gpu
 import pytest
 import torch
@@ -188,3 +189,11 @@ def test_tables_are_replaced_between_their_comments():
     assert chart.with_table(once, "gpu", "old") == text
     with pytest.raises(AssertionError, match="comments of kernels exactly once"):
         chart.with_table(text, "kernels", "")
+
+
+def test_golden_numbers_that_differ_in_one_bit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = {"train/losses": [1.5, 2.5], "train/text": "ab", "evaluate/nats": 3.0}
+    assert golden.compare(entries, dict(entries), "") == 0
+    for name, value in (("train/losses", [1.5, math.nextafter(2.5, 3)]), ("train/text", "ac")):
+        assert golden.compare(entries, {**entries, name: value}, "") == 1
+    assert golden.compare(entries, {}, "") == 3
