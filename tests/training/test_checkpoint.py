@@ -251,6 +251,7 @@ def test_leftovers_are_removed_and_other_folders_ignored(tmp_path: Path, uninter
     (tmp_path / "run" / ".model.safetensors.partial-7919").write_bytes(b"incomplete")
     trainer = reopened(trainer)
     assert trainer.state.step == 6
+    assert not list(checkpoints.glob(".*"))  # also of a run that is trained already, and writes no more checkpoints
     trainer.run()
     assert_same_runs(trainer.folder, expected.folder)
     remaining = {"step-00000020", "step-00000023", "step-of-friday", "step-00000006.bak"}

@@ -137,7 +137,8 @@ class Trainer:
             warnings = self._load(path)
         with self.world.raise_together():
             if self.world.is_first:
-                remove_leftovers(folder.path)
+                for place in (folder.path, folder.path / "checkpoints"):
+                    remove_leftovers(place)
                 if from_step is None and path is not None and returned_unsaved(path):
                     warnings.append(
                         f"training went back to step {self.state.step:,} and was stopped before its next checkpoint: "

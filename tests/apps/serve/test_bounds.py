@@ -332,7 +332,7 @@ def test_room_of_an_answer_is_free_once_it_is_sent(run: Run) -> None:
     """However the request ends; while a client does not read a long answer, it has the room."""
     with running({"tiny": run}, timeout=20, max_batch=2) as (client, runner):
         sizes = runner.engine._sizes
-        content = json.dumps({**BODY, "prompt": "a" * 2**18, "max_tokens": 0, "echo": True, "logprobs": 5}).encode()
+        content = json.dumps({**BODY, "prompt": "a" * 2**16, "max_tokens": 0, "echo": True, "logprobs": 5}).encode()
         with connect(client) as connection:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
