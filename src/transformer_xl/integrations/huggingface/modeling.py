@@ -5,6 +5,7 @@ Shape suffixes: B batch rows, T columns of the input, D model width, L layers, V
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationConfig
+from transformers.generation import GenerationConfig, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
@@ -34,6 +35,7 @@ from transformer_xl.integrations.huggingface.cache import MemoryCache, Preparati
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
 from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
+from transformer_xl.integrations.huggingface.stopping import StopStrings
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -316,6 +318,20 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+
+    @override
+    def _get_stopping_criteria(
+        self, generation_config: GenerationConfig, stopping_criteria: Any, tokenizer: Any = None
+    ) -> StoppingCriteriaList:
+        """Return the criteria of transformers, but with our own for `stop_strings`."""
+        strings = generation_config.stop_strings
+        if is_ours := strings is not None and isinstance(tokenizer, TransformerXLTokenizer):
+            generation_config = copy.copy(generation_config)
+            generation_config.stop_strings = None
+        criteria = super()._get_stopping_criteria(  # pyrefly: ignore[bad-argument-type]
+            generation_config, stopping_criteria, tokenizer
+        )
+        return StoppingCriteriaList([*criteria, StopStrings(tokenizer, strings)]) if is_ours else criteria
 
     @classmethod
     @override
