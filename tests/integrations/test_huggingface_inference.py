@@ -17,12 +17,16 @@ import torch
 from integrations.runs import opened
 from small_runs import MODELS, SEGMENT, ids, make_run
 from torch import Tensor, nn
+from transformers import LogitsProcessor
 
 from transformer_xl import score
 from transformer_xl.config import UserError
 from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.integrations.huggingface import MemoryCache, from_run
 from transformer_xl.run import Run
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # in float64
 LENGTHS = (3, 40, 75 * SEGMENT + 2)  # of prompts: the last two are longer than the memory
@@ -265,3 +269,38 @@ def test_no_gradients_are_computed_through_keys_and_values(tmp_path: Path) -> No
         cache = model(ids(2, 5)).past_key_values
     with pytest.raises(UserError, match=r"passes no gradient; continue it under torch.no_grad"):
         model(ids(2, 3), past_key_values=cache)
+
+
+class Forced(LogitsProcessor):
+    """Lets `generate` choose given tokens."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._remaining = list(token_ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor(self._remaining.pop(0)), 0.0)
+
+
+WORDS = WordTokenizer(("<eos>", "<unk>", "the", "offer", "was", "low"), None, "<eos>", "<unk>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "text", "stop", "expected"),
+    [
+        (ByteTokenizer(), "x", "caf\u00e8 caf\u00e9 au lait", "\u00e9", "caf\u00e8 caf\u00e9"),
+        (ByteTokenizer(), "xb,", "aab, aab", ["y", "b,"], "aab,"),
+        (ByteTokenizer(), "x", "aab, aab", ["y"], "aab, aab"),
+        (WORDS, "offer was", "the offer low offer was low", "offer was", "the offer low offer was"),
+        (WORDS, "the", "the low\nwas", ["w\n", "was\n"], "the low\n"),
+        (IntegerTokenizer(30), "4 2", "7 4 2 1", "4 2", "7 4 2"),
+    ],
+)
+def test_stop_strings_end_a_text_of_any_tokens(
+    tokenizer: Tokenizer, prompt: str, text: str, stop: Any, expected: str, tmp_path: Path
+) -> None:
+    """Words and integers were refused ("substring not found"), and so were characters of several bytes."""
+    model, theirs = from_run(make_run(tmp_path / "run", tokenizer=tokenizer))
+    inputs, forced = theirs(prompt, return_tensors="pt"), tokenizer.encode(text).tolist()
+    arguments = {"max_new_tokens": len(forced), "logits_processor": [Forced(forced)], "tokenizer": theirs}
+    (out_T,) = model.generate(**inputs, stop_strings=stop, **arguments)
+    assert theirs.decode(out_T[inputs["input_ids"].shape[1] :]) == expected

@@ -24,7 +24,7 @@ from transformers import (
     pipeline,
 )
 
-from transformer_xl import convert, load
+from transformer_xl import UserError, convert, load
 from transformer_xl.integrations.huggingface import TransformerXLForCausalLM, from_run
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
@@ -201,3 +201,24 @@ def test_folder_of_an_adapter_opens_by_itself(tmp_path: Path) -> None:
         expected = adapted.eval()(input_ids=ids_BT).logits
         opened = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
         torch.testing.assert_close(opened(ids_BT).logits, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": False, "d_embed": 10}])
+def test_an_embedding_is_not_trained_apart_from_the_softmax_that_shares_it(settings: Any, tmp_path: Path) -> None:
+    """PEFT puts a copy in its place, and the softmax went on with the old tables, or the old projection."""
+    model, _ = from_run(make_run(tmp_path / "run", **settings))
+    arguments = {"target_modules": ["q_proj"], "modules_to_save": ["embedding"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **arguments))
+    with pytest.raises(UserError, match=r"softmax shares its weights.* leave embedding out \(of modules_to_save"):
+        adapted(input_ids=ids(1, 5), labels=ids(1, 5))
+
+
+def test_an_embedding_of_its_own_can_be_trained_beside_an_adapter(tmp_path: Path) -> None:
+    model, _ = from_run(make_run(tmp_path / "run", tie_word_embeddings=False))
+    arguments = {"target_modules": ["q_proj"], "modules_to_save": ["embedding"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **arguments))
+    before_BTV = adapted(input_ids=ids(1, 5)).logits
+    with torch.no_grad():
+        model.model.embedding.modules_to_save["default"].tables[0].normal_()
+        changed_BTV = adapted.eval()(input_ids=ids(1, 5)).logits
+    assert not torch.allclose(before_BTV, changed_BTV, atol=0.1)

@@ -5,6 +5,7 @@ Shape suffixes: B batch rows, T columns of the input, D model width, L layers, V
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationConfig
+from transformers.generation import GenerationConfig, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
@@ -34,7 +35,9 @@ from transformer_xl.integrations.huggingface.cache import MemoryCache, Preparati
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
 from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
+from transformer_xl.integrations.huggingface.stopping import StopStrings
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
+from transformer_xl.model.adaptive import AdaptiveEmbedding
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.token_ids import as_token_ids
@@ -108,10 +111,11 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             adaptive softmax computes the loss without logits, which are None then.
 
         Raises:
-            UserError: an argument that means nothing here or has another shape, or a mask, cache or token id that the
-                model cannot use.
+            UserError: an argument that means nothing here or has another shape, a mask, cache or token id that the
+                model cannot use, or an embedding that was replaced although the softmax shares its weights.
         """
         _refuse(kwargs)
+        _check_embedding(self.model)
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give either input_ids or inputs_embeds")
         if inputs_embeds is not None and self.model.ngrams is not None:
@@ -317,6 +321,20 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
+    @override
+    def _get_stopping_criteria(
+        self, generation_config: GenerationConfig, stopping_criteria: Any, tokenizer: Any = None
+    ) -> StoppingCriteriaList:
+        """Return the criteria of transformers, but with our own for `stop_strings`."""
+        strings = generation_config.stop_strings
+        if is_ours := strings is not None and isinstance(tokenizer, TransformerXLTokenizer):
+            generation_config = copy.copy(generation_config)
+            generation_config.stop_strings = None
+        criteria = super()._get_stopping_criteria(  # pyrefly: ignore[bad-argument-type]
+            generation_config, stopping_criteria, tokenizer
+        )
+        return StoppingCriteriaList([*criteria, StopStrings(tokenizer, strings)]) if is_ours else criteria
+
     @classmethod
     @override
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -508,6 +526,23 @@ def _check_shapes(inputs: Tensor, labels: Tensor | None, *, is_ids: bool) -> Non
     if labels is not None and labels.shape != inputs.shape[:2]:
         raise UserError(
             f"labels of shape {tuple(labels.shape)}; expected {tuple(inputs.shape[:2])}, a label for each token"
+        )
+
+
+def _check_embedding(model: LanguageModel) -> None:
+    """Check that the softmax has the weights of the embedding if it shares them.
+
+    Raises:
+        UserError: another module is in the embedding's place, as PEFT puts one for `modules_to_save`.
+    """
+    if isinstance(model.embedding, AdaptiveEmbedding):
+        return
+    config, names = model.config, [name for name, _ in model.embedding.named_parameters()]
+    if config.tie_word_embeddings or (config.tie_projections != "none" and any("projections." in one for one in names)):
+        raise UserError(
+            f"the embedding was replaced by a {type(model.embedding).__name__}, but the softmax shares its weights and "
+            "would keep the old ones; leave embedding out (of modules_to_save, in PEFT), or take a model with "
+            "tie_word_embeddings false"
         )
 
 
