@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 QUICK := tests/config tests/model tests/test_reader.py tests/training/test_step.py tests/training/test_trainer.py \
   tests/training/test_resume.py
 
-.PHONY: help setup demo test docs lint quick check bench golden speed clean
+.PHONY: help setup demo test docs lint quick check bench golden speed sanitize clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
 	@echo "make golden  compare exact numbers with those of benchmarks/golden, which an earlier commit gave"
 	@echo "make speed   speed and memory of the working tree beside the last tag; make speed BASE=COMMIT HEAD=COMMIT"
+	@echo "make sanitize  the native operators under address, undefined-behaviour and thread sanitizers of g++ (10 to 20 min)"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
 
@@ -60,6 +61,9 @@ golden: $(STAMP)
 
 speed: $(STAMP)
 	$(BIN)/python benchmarks/speed.py $(BASE) $(HEAD)
+
+sanitize: $(STAMP)
+	$(BIN)/python tests/sanitize/sanitize.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) site .cache .pytest_cache .ruff_cache .hypothesis
