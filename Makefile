@@ -23,7 +23,7 @@ help:
 	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
 	@echo "make golden  compare exact numbers with those of benchmarks/golden, which an earlier commit gave"
 	@echo "make speed   speed and memory of the working tree beside the last tag; make speed BASE=COMMIT HEAD=COMMIT"
-	@echo "make sanitize  the native operators under address, undefined-behaviour and thread sanitizers of g++ (20 min)"
+	@echo "make sanitize  the native operators under address, undefined-behaviour and thread sanitizers of g++ (10 to 20 min)"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
 
