@@ -18,18 +18,18 @@ of_llama_index = pytest.mark.client("llama-index-llms-openai-like")
 
 
 def reply(server, *messages: tuple[str, str]) -> str:
-    """Return our own greedy reply to messages of roles and contents."""
+    """Return our own reply to messages of roles and contents."""
     text = "".join(f"{role}: {content}\n" for role, content in messages)
-    return generate(server.run, f"{text}assistant: ", max_new_tokens=12, greedy=True, stop="\n").text
+    return generate(server.run, f"{text}assistant: ", max_new_tokens=12, seed=3, top_k=None, stop="\n").text
 
 
-def continuation(server) -> str:
-    return generate(server.run, PROMPT, max_new_tokens=12, greedy=True).text
+def continuation(server, seed: int = 3) -> str:
+    return generate(server.run, PROMPT, max_new_tokens=12, seed=seed, top_k=None).text
 
 
 @pytest.fixture
 def chat_model(server) -> ChatOpenAI:
-    settings = {"model": "mine", "temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 60}
+    settings = {"model": "mine", "temperature": 1, "seed": 3, "max_tokens": 12, "max_retries": 0, "timeout": 60}
     return ChatOpenAI(base_url=server.base_url, api_key="none", **settings)
 
 
@@ -60,17 +60,17 @@ def test_chain_with_a_prompt_template(server, chat_model: ChatOpenAI) -> None:
 
 @of_langchain
 def test_completion_model(server) -> None:
-    settings = {"model": "mine", "temperature": 0, "max_tokens": 12, "max_retries": 0}
+    settings = {"model": "mine", "temperature": 1, "seed": 3, "max_tokens": 12, "max_retries": 0}
     model = OpenAI(base_url=server.base_url, api_key="none", **settings)
     expected = continuation(server)
     assert model.invoke(PROMPT) == expected
     assert "".join(model.stream(PROMPT)) == expected
-    assert model.batch([PROMPT, PROMPT]) == [expected, expected]
+    assert model.batch([PROMPT, PROMPT]) == [expected, continuation(server, seed=4)]  # one request of two prompts
 
 
 @of_llama_index
 def test_llama_index_completes(server) -> None:
-    settings = {"model": "mine", "temperature": 0, "max_tokens": 12, "max_retries": 0}
+    settings = {"model": "mine", "temperature": 1, "max_tokens": 12, "max_retries": 0, "additional_kwargs": {"seed": 3}}
     model = OpenAILike(api_base=server.base_url, api_key="none", **settings)
     expected = continuation(server)
     assert model.complete(PROMPT).text == expected
@@ -80,7 +80,14 @@ def test_llama_index_completes(server) -> None:
 
 @of_llama_index
 def test_llama_index_chats(server) -> None:
-    settings = {"model": "mine", "temperature": 0, "max_tokens": 12, "max_retries": 0, "is_chat_model": True}
+    settings = {
+        "model": "mine",
+        "temperature": 1,
+        "max_tokens": 12,
+        "max_retries": 0,
+        "additional_kwargs": {"seed": 3},
+        "is_chat_model": True,
+    }
     model = OpenAILike(api_base=server.base_url, api_key="none", **settings)
     messages = [ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content=QUESTION)]
     expected = reply(server, ("system", "be brief"), ("user", QUESTION))

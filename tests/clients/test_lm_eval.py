@@ -99,12 +99,12 @@ def test_local_completions_reads_the_first_token_of_a_document_twice(server) -> 
 
 
 def test_local_chat_completions(server, tasks: TaskManager) -> None:
-    arguments = f"model=mine,base_url={server.base_url}/chat/completions"
-    answers, _ = evaluated(
-        tasks, ["generation"], "local-chat-completions", model_args=arguments, apply_chat_template=True
-    )
+    arguments = f"model=mine,base_url={server.base_url}/chat/completions,seed=3"
+    sampling = {"apply_chat_template": True, "gen_kwargs": "do_sample=True,temperature=1.0"}
+    answers, _ = evaluated(tasks, ["generation"], "local-chat-completions", model_args=arguments, **sampling)
     prompts = [f"user: {text}\nassistant: " for text in SENTENCES]
-    assert answers == [generate(server.run, one, max_new_tokens=9, greedy=True, stop="\n").text for one in prompts]
+    own = {"max_new_tokens": 9, "seed": 3, "top_k": None, "stop": "\n"}
+    assert answers == [generate(server.run, one, **own).text for one in prompts]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
