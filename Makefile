@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PEERS := .venv-peers
+CLIENTS := .venv-clients
 # pip's isolated build of this package must use the pins too; old and new pip look for them under these two names
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # tests run in two processes; one thread each is fastest, the models being tiny
@@ -12,11 +13,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 QUICK := tests/config tests/model tests/test_reader.py tests/training/test_step.py tests/training/test_trainer.py \
   tests/training/test_resume.py
 
-.PHONY: help setup demo test docs lint quick check bench golden speed sanitize clean
+.PHONY: help setup demo test clients docs lint quick check bench golden speed sanitize clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
 	@echo "make test    all tests"
+	@echo "make clients openai, LangChain, lm_eval, minicons, ... against our server and exported models, in $(CLIENTS)"
 	@echo "make docs    the documentation site, in site/index.html"
 	@echo "make quick   format, lint, types, and the tests of settings, model, reader and a training step, for every change"
 	@echo "make check   format, lint, types, documentation and tests: what must pass before a change"
@@ -34,6 +36,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST)
+
+# openai 3 is in the first environment, openai 2 and all others in the second; what they warn of is theirs
+clients: $(STAMP) $(CLIENTS)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -W ignore tests/clients/test_openai.py -k 'not node'
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -W ignore tests/clients
 
 docs: $(STAMP)
 	$(BIN)/python docs/build.py
@@ -66,7 +73,7 @@ sanitize: $(STAMP)
 	$(BIN)/python tests/sanitize/sanitize.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) site .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks docs examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Written last, so that an interrupted setup is done again.
@@ -88,4 +95,15 @@ $(PEERS)/installed: benchmarks/peers.txt
 	@echo "bench: other implementations in $(PEERS)"
 	@$(PYTHON) -m venv $(PEERS)
 	@$(PEERS)/bin/python -m pip install -qq -r benchmarks/peers.txt
+	@touch $@
+
+# Clients are installed with our constraints, except for what they need in another version.
+$(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.txt tests/clients/package.json
+	@echo "clients: programs of our users in $(CLIENTS) (2 GB, some minutes)"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@grep -vE '^(certifi|openai)==' constraints.txt > $(CLIENTS)/constraints.txt
+	@PIP_CONSTRAINT=$(CLIENTS)/constraints.txt PIP_BUILD_CONSTRAINT=$(CLIENTS)/constraints.txt $(CLIENTS)/bin/python \
+	  -m pip install -qq -r tests/clients/requirements.txt -e '.[lm-eval,serve,transformers]'
+	@if command -v node > /dev/null && command -v npm > /dev/null; then cp tests/clients/package.json $(CLIENTS) \
+	  && npm install --prefix $(CLIENTS) --no-audit --no-fund --silent; fi
 	@touch $@
