@@ -119,7 +119,7 @@ def contents(folder: Path) -> dict[str, Any]:
     """Return the contents of all files by path, without times, process ids and dates."""
 
     def values(name: str, content: bytes | None) -> Any:
-        if content is not None and "/training/shard-" in name and ".partial-" not in name:  # the order of the metadata differs
+        if content is not None and "/training/shard-" in name and ".partial-" not in name:  # its metadata has no order
             return {key: tensor.tolist() for key, tensor in sorted(load(content).items())}
         if content is None or not name.endswith((".json", ".jsonl")):
             return content

@@ -203,8 +203,8 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]
     result = txl(*command, "--attention-window", "64")
-    assert result.warnings.startswith("note: memory-length 11 is too short for attention-window 64")
-    assert "give memory-length 63, " in result.err
+    assert result.warnings.startswith("note: --memory-length 11 is too short for --attention-window 64")
+    assert "give --memory-length 63, " in result.err
     assert result.object["attention_window"] == 64
     assert txl(*command, "--attention-window", "12").warnings == ""  # memory length 11 is enough
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
@@ -221,10 +221,10 @@ REFUSED = [
     ("evaluate run --batch-size 0", "--batch-size.*greater than 0"),
     (f"evaluate run --segment-length {10**22}", "--segment-length.*less than or equal to 2147483647"),
     ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
-    (f"{SLIDING} --attention-window 5 --segment-length 3", "segment-length was given, but method sliding-window"),
-    (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    (f"{SLIDING} --attention-window 5 --segment-length 3", "--segment-length was given, but method sliding-window"),
+    (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out --warmup-tokens"),
     ("evaluate run --method moving", "moving"),
-    ("evaluate run --method dynamic --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    ("evaluate run --method dynamic --warmup-tokens 3", "no warm-up; leave out --warmup-tokens"),
     ("evaluate run --method dynamic --batch-size 2", "batch-size 2: method dynamic reads one sequence; give 1"),
     ("evaluate run --method dynamic --dynamic.larning-rate 1", "Did you mean --dynamic.learning-rate?"),
     ("evaluate run --method dynamic --dynamic.optimizer sgd --dynamic.epsilon 5", "epsilon is for the optimizer rms"),

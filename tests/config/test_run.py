@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,8 @@ from transformer_xl.config import (
     read_yaml,
     run_settings,
 )
-from transformer_xl.config.model_config import VaswaniConfig
+from transformer_xl.config.model_config import ARCHITECTURES, RegularizationConfig, VaswaniConfig
+from transformer_xl.config.run_config import Recipe
 from transformer_xl.config.settings import check_settings
 
 
@@ -114,6 +116,24 @@ def test_settings_of_earlier_versions_may_be_stated_with_their_only_value() -> N
         TrainConfig(muon_momentum=0.9)
 
 
+def test_recipes_of_earlier_versions_are_merged_as_those_of_today(tmp_path: Path) -> None:
+    """Whatever is given beside them: another architecture, the group, or a setting of it under its earlier name."""
+    (tmp_path / "old.yaml").write_text("title: old\nmodel: {input_dropout: 0.3, qkv_dropout: 0.4}\n")
+    recipe = load_recipe(str(tmp_path / "old.yaml"))
+
+    def merged(model: dict[str, Any], recipe: Recipe = recipe) -> RegularizationConfig:
+        return run_settings(merge_recipe(recipe, {"model": model}), "settings").model.regularization
+
+    for architecture in ARCHITECTURES:
+        expected = {"input_dropout": 0.3, "qkv_dropout": 0.4 if ARCHITECTURES[architecture].has_distances else 0.0}
+        assert merged({"architecture": architecture}) == RegularizationConfig(**expected)
+    both = RegularizationConfig(input_dropout=0.1, qkv_dropout=0.4)
+    for given in ({"input_dropout": 0.1}, RegularizationConfig(input_dropout=0.1)):
+        assert merged({"regularization": given}) == both
+    assert merged({"input_dropout": 0.1}) == both
+    assert merged({"architecture": "lstm"}, load_recipe("ptb")).input_dropout > 0
+
+
 def test_regularization_is_read_where_earlier_files_have_it() -> None:
     flat = {"dropout": 0.2, "input_dropout": 0.3, "qkv_dropout": 0.4}
     config = TransformerXLConfig.model_validate(flat)
@@ -123,7 +143,7 @@ def test_regularization_is_read_where_earlier_files_have_it() -> None:
     assert config.flat().items() >= flat.items()
     assert "regularization" not in config.flat()
     assert "qkv_dropout" not in VaswaniConfig().flat()
-    with pytest.raises(UserError, match="input_dropout is a setting of the group regularization, which was given too"):
-        TransformerXLConfig(**flat, regularization={"output_dropout": 0.1})
+    with pytest.raises(UserError, match="input_dropout was given twice, also in the group regularization"):
+        TransformerXLConfig(**flat, regularization={"input_dropout": 0.1})
     with pytest.raises(UserError, match=r"regularization\.qkv_dropout is not for vaswani"):
         VaswaniConfig(regularization={"qkv_dropout": 0.1})

@@ -136,6 +136,6 @@ def test_too_large_learning_rate_is_refused(make_model) -> None:
     """The message contains the position, the start of the second segment, and the trained weights are restored."""
     model = make_model()
     before = copied_tensors(model)
-    with pytest.raises(UserError, match=r"learning-rate 1e\+300: too large, losses are not finite from token 5"):
+    with pytest.raises(UserError, match=r"learning_rate 1e\+300: too large, losses are not finite from token 5"):
         token_nats(model, random_tokens(38), BOS, dynamic_plan(optimizer="sgd", learning_rate=1e300))
     assert_same_tensors(model, before)

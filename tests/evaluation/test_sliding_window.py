@@ -69,9 +69,9 @@ def test_reset_memory_scores_each_document_as_a_text_of_its_own(make_model) -> N
 
 def test_memory_or_missing_window_is_refused(make_model) -> None:
     model, tokens_K = make_model(), random_tokens(7)
-    with pytest.raises(UserError, match=r"has no memory, but memory-length is 11.* give memory-length 0"):
+    with pytest.raises(UserError, match=r"has no memory, but memory_length is 11.* give memory_length 0"):
         token_nats(model, tokens_K, BOS, replace(sliding(5), context_limits=ContextLimits(11, attention_window=5)))
-    with pytest.raises(UserError, match="needs attention-window"):
+    with pytest.raises(UserError, match="needs attention_window"):
         token_nats(model, tokens_K, BOS, sliding(None))
 
 

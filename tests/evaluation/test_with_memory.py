@@ -98,7 +98,7 @@ def test_extended_context_is_that_of_the_run_unless_there_is_memory() -> None:
         plan = EvaluationPlan.resolve(config, EvaluationConfig(**given))
         assert plan.extended_context_length == expected
         assert plan.softmax_temperature == config.evaluation.softmax_temperature
-    with pytest.raises(UserError, match=r"extended-context-length 4 .* memory-length is 3 \(given\); give one of them"):
+    with pytest.raises(UserError, match=r"extended_context_length 4 .* memory_length is 3 \(given\); give one of them"):
         EvaluationPlan.resolve(run, EvaluationConfig(extended_context_length=4, memory_length=3))
 
 
@@ -244,7 +244,7 @@ def test_batches_of_other_architectures_are_exact_or_refused(settings: dict[str,
     plan = EvaluationPlan(5, ContextLimits(memory_length))
     batched = replace(plan, batch_size=3)
     if memory_length and settings["architecture"] in ("lstm", "qrnn"):
-        with pytest.raises(UserError, match=r"batch-size 3: .* depends on all .* batch-size 1 or enough warmup-tokens"):
+        with pytest.raises(UserError, match=r"batch_size 3: .* depends on all .* batch_size 1 or enough warmup_tokens"):
             token_nats(model, tokens_K, BOS, batched)
         batched = replace(batched, warmup_tokens=97)  # the whole text
     expected_K = token_nats(model, tokens_K, BOS, plan)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import txl
+from small_runs import make_run
 from tensors import assert_same_tensors
 from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, make_corpus, new_corpus
 
@@ -112,7 +113,7 @@ def test_text_that_cannot_be_scored_after_training_is_a_note(
     options = {**OPTIONS, "progress": True}
     result = finetune(base, corpus, tmp_path / "tuned", evaluation=evaluation, train=SHORT, **options)
     assert (result.finished, result.losses) == (True, ())
-    assert "the loss of the new text is unknown: dynamic.learning-rate 1e+30" in capsys.readouterr().err
+    assert "the loss of the new text is unknown: dynamic.learning_rate 1e+30" in capsys.readouterr().err
 
 
 def test_old_text_that_was_replaced_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,11 +300,12 @@ def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None
         ({"model": [1]}, "model .*give a dict"),
         ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
         ({"model": {"architecture": "lstm"}}, "model.architecture cannot change in fine-tuning"),
+        ({"model": {"input_dropout": 2}}, "input_dropout: Input should be less than"),
         ({"model": {"n_layers": 3}}, r"model.n_layers cannot change .*; leave it out. Only .* dropout"),
         ({"model": {"norm_first": True, "final_norm": False}}, "model.norm_first cannot change"),  # equal shapes
         ({"train": {"batch_size": 99}}, "too short|tokens"),
         ({"checkpoint": "newest"}, "no checkpoint 'newest'"),
-        ({"evaluation": {"method": "dynamic", "batch_size": 2}}, "batch-size 2: method dynamic"),
+        ({"evaluation": {"method": "dynamic", "batch_size": 2}}, "batch_size 2: method dynamic"),
     ],
 )
 def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -372,3 +374,9 @@ def test_command_prints_what_was_gained_and_lost(tmp_path: Path) -> None:
     again = txl(*words)
     assert (again.status, again.out) == (2, "")
     assert "holds a run already" in again.err
+
+
+def test_an_unknown_setting_of_a_resumed_run_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UserError, match="train has no setting 'max_step' .did you mean 'max_steps'"):
+        resume(run.path, train={"max_step": 2})

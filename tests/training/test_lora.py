@@ -245,7 +245,7 @@ def test_base_is_found_where_it_moved_and_must_be_unaltered(tmp_path: Path) -> N
     ("change", "message"),
     [
         ({"rank": 2000}, r"rank.*1024"),
-        ({"rank": 11}, r"lora-rank 11 is above the smaller side of layers.0.attention.q_proj \(10 x 14\); give 10"),
+        ({"rank": 11}, r"lora_rank 11 is above the smaller side of layers.0.attention.q_proj \(10 x 14\); give 10"),
         ({"rank": 4}, "does not fit the settings"),
         ({"alpha": 1e308}, "alpha"),
         ({"targets": ["embedding"]}, "no linear layer 'embedding' to adapt; known: q_proj"),
@@ -314,7 +314,7 @@ def test_folder_of_peft_without_a_checksum_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"lora_rank": 1025}, "rank"),
-        ({"lora_rank": 11}, "lora-rank 11 is above the smaller side"),
+        ({"lora_rank": 11}, "lora_rank 11 is above the smaller side"),
         ({"lora_rank": "8"}, "lora_rank is of type str"),
         ({"lora_alpha": 0.0}, "alpha"),
         ({"lora_dropout": 1.0}, "dropout"),

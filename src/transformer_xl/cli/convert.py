@@ -53,10 +53,10 @@ def convert(
     base
         Folder of the base of an adapter. [default: where it was]
     """
-    from transformer_xl.integrations.checkpoints import convert as interop
+    from transformer_xl.integrations.checkpoints import convert as checkpoints
 
     start = time.perf_counter()
-    result = interop.convert(
+    result = checkpoints.convert(
         source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer, base=base
     )
     seconds = time.perf_counter() - start

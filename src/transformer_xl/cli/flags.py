@@ -143,7 +143,9 @@ def name_flags(message: str, flags: Iterable[str]) -> str:
         message: the message.
         flags: the flags of the command that was typed.
     """
-    known = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+    names = {flag.removeprefix("--").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+    groups = {name.split(".")[0] for name in names if "." in name}  # no flag can be given for a group
+    known = {name: flag for name, flag in names.items() if name not in groups}
 
     def typed(match: re.Match[str]) -> str:
         name, mark = match.groups()

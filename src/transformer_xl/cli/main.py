@@ -111,7 +111,9 @@ def run(arguments: list[str]) -> int:
         from transformer_xl.cli.flags import name_flags
 
         command = app.parse_commands(arguments)[1][-1]
-        return name_flags(message, [name for flag in command.assemble_argument_collection() for name in flag.names])
+        flags = [name for flag in command.assemble_argument_collection() for name in flag.names]
+        typed = {f"--{word.replace('_', '-')}" for word in arguments}  # a file may have the name of a setting
+        return name_flags(message, [flag for flag in flags if flag not in typed])
 
     try:
         with notes_worded(with_flags):

@@ -1,4 +1,4 @@
-"""`txl score`: log-probabilities of texts, by token, line or file; `surprisal.py` has words.
+"""`txl score`: log-probabilities of texts, by token, line or file; `apps/surprisal/command.py` has words.
 
 Shape suffixes: K tokens of a text or a line.
 """

@@ -42,6 +42,7 @@ from transformer_xl.config.run_config import (
     checked_names as checked_names,
     load_recipe as load_recipe,
     merge_recipe as merge_recipe,
+    grouped as grouped,
     recipe_names as recipe_names,
     recipe_text as recipe_text,
     refuse_unused as refuse_unused,

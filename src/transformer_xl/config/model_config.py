@@ -54,6 +54,22 @@ class RegularizationConfig(Settings):
     the next."""
 
 
+def group_regularization(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a model with those of `regularization` in their group; 0.1 had them among the others.
+
+    Raises:
+        ValueError: one is in both places.
+    """
+    names, group = RegularizationConfig.model_fields.keys(), values.get("regularization")
+    flat = {name: value for name, value in values.items() if name in names}
+    if not flat or not isinstance(group, (Mapping, type(None))):
+        return dict(values)
+    if twice := flat.keys() & (group or {}).keys():
+        raise ValueError(f"{min(twice)} was given twice, also in the group regularization; leave one out")
+    others = {name: value for name, value in values.items() if name not in names}
+    return others | {"regularization": {**(group or {}), **flat}}
+
+
 class _Architecture(Settings):
     """What other parts ask of the settings of any architecture, in place of its class."""
 
@@ -131,13 +147,7 @@ class BaseModelConfig(_Architecture):
     @classmethod
     def _group_regularization(cls, values: Any) -> Any:
         """Accept the settings of `regularization` where files of earlier versions have them, among the others."""
-        flat = RegularizationConfig.model_fields.keys() & values.keys() if isinstance(values, Mapping) else ()
-        if not flat:
-            return values
-        if "regularization" in values:
-            raise ValueError(f"{min(flat)} is a setting of the group regularization, which was given too; put it there")
-        others = {name: value for name, value in values.items() if name not in flat}
-        return others | {"regularization": {name: values[name] for name in flat}}
+        return group_regularization(values) if isinstance(values, Mapping) else values
 
     def flat(self) -> dict[str, Any]:
         """Return all settings as plain values without groups: what checksums and transformers' config.json have."""

@@ -20,6 +20,7 @@ from transformer_xl.config.model_config import (
     RecurrentConfig,
     ShawConfig,
     TransformerXLConfig,
+    group_regularization,
 )
 from transformer_xl.config.other_names import OTHER_NAMES
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
@@ -286,7 +287,9 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
 
     If the overrides choose another architecture, settings of the recipe that this architecture lacks are omitted.
     """
-    groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
+    groups = {"model": grouped(recipe.model), "train": recipe.train, "evaluation": recipe.evaluation}
+    if "model" in overrides:
+        overrides = {**overrides, "model": grouped(overrides["model"])}
     architecture = _mapping(overrides, "model").get("architecture")
     if architecture in ARCHITECTURES.keys() - {recipe.model.get("architecture", "transformer-xl")}:
         kind = ARCHITECTURES[architecture]
@@ -297,7 +300,21 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
             group: {name: value for name, value in settings.items() if name not in lacking}
             for group, settings in groups.items()
         }
+        if not kind.has_distances and isinstance(regularization := groups["model"].get("regularization"), Mapping):
+            groups["model"]["regularization"] = {k: v for k, v in regularization.items() if k != "qkv_dropout"}
     return merge(groups, overrides)
+
+
+def grouped(settings: Any) -> Any:
+    """Return settings of a model with those of `regularization` in their group; what is no mapping stays as it is.
+
+    Raises:
+        UserError: one was given in the group and outside it.
+    """
+    try:
+        return group_regularization(settings) if isinstance(settings, Mapping) else settings
+    except ValueError as error:
+        raise UserError(f"model: {error}") from None
 
 
 def recipe_names() -> list[str]:

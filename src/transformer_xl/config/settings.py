@@ -243,7 +243,8 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for layer in layers:
-        for name, value in layer.items():
+        for name, given in layer.items():
+            value = given.model_dump(exclude_unset=True) if isinstance(given, Settings) else given
             both = [isinstance(item, Mapping) for item in (merged.get(name), value) if item is not None]
             if any(both) and not all(both):
                 raise UserError(f"{name}: must be a mapping of settings")

@@ -43,9 +43,9 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     """
     assert isinstance(model, LanguageModel), "the weights of a prepared model are fixed"
     if plan.batch_size not in (None, 1):
-        raise UserError(f"batch-size {plan.batch_size}: method dynamic reads one sequence; give 1")
+        raise UserError(f"batch_size {plan.batch_size}: method dynamic reads one sequence; give 1")
     if plan.warmup_tokens is not None:
-        raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup-tokens")
+        raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup_tokens")
     model.check_not_quantized("changed, as method dynamic does")
     weights = _trainable_weights(model)
     num_new, num_slots = min(plan.num_inputs, len(text.tokens_K)), plan.context_limits.memory_length
@@ -85,7 +85,7 @@ def _restore(weights: list[nn.Parameter], trained_weights: list[Tensor]) -> None
 def _check_finite(nats_BT: Tensor, position: int, learning_rate: float) -> None:
     if non_finite := (~nats_BT[0].isfinite()).nonzero().flatten().tolist():
         raise UserError(
-            f"dynamic.learning-rate {learning_rate:g}: too large, losses are not finite from token "
+            f"dynamic.learning_rate {learning_rate:g}: too large, losses are not finite from token "
             f"{position + non_finite[0]:,} on; give a smaller one, or a larger dynamic.epsilon"
         )
 

@@ -105,8 +105,8 @@ class EvaluationPlan:
             )
         if merged.method == "sliding-window" and overrides.segment_length is not None:
             raise UserError(
-                "segment-length was given, but method sliding-window reads windows of attention-window tokens; "
-                "leave segment-length out"
+                "segment_length was given, but method sliding-window reads windows of attention_window tokens; "
+                "leave segment_length out"
             )
 
         def limit(name: Literal["attention_window", "clamp_length"]) -> int | None:
@@ -135,7 +135,7 @@ class EvaluationPlan:
             extended = 0
         if extended and memory_length:
             raise UserError(
-                f"extended-context-length {extended:,} is for evaluation without memory, and memory-length is "
+                f"extended_context_length {extended:,} is for evaluation without memory, and memory_length is "
                 f"{memory_length:,} ({reason}); give one of them as 0"
             )
         return EvaluationPlan(
@@ -217,9 +217,9 @@ class EvaluationPlan:
             warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
         memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
         if self.method == "memory" and window is not None and memory_length < window - 1:
-            advice = f"give memory-length {window - 1}, or for a model without memory method sliding-window, to fill it"
+            advice = f"give memory_length {window - 1}, or for a model without memory method sliding-window, to fill it"
             warnings.append(
-                f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
+                f"memory_length {memory_length:,} is too short for attention_window {window:,}: depending on its "
                 f"position in the segment, a token sees as few as {memory_length + 1:,} keys; {advice}"
             )
         return warnings

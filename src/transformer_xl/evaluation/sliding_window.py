@@ -36,13 +36,13 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
     if memory_length:
         raise UserError(
-            f"method sliding-window has no memory, but memory-length is {memory_length} (set, or that of the run); "
-            "give memory-length 0, or method memory"
+            f"method sliding-window has no memory, but memory_length is {memory_length} (set, or that of the run); "
+            "give memory_length 0, or method memory"
         )
     if plan.warmup_tokens is not None:
-        raise UserError("method sliding-window reads whole windows and has no warm-up; leave out warmup-tokens")
+        raise UserError("method sliding-window reads whole windows and has no warm-up; leave out warmup_tokens")
     if window is None:
-        raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
+        raise UserError("method sliding-window needs attention_window; give the number of tokens to predict from")
     boundaries_N = text.boundaries(reset_memory=plan.reset_memory)  # document starts and the end of the text: N + 1
     starts_N, ends_N = boundaries_N[:-1], boundaries_N[1:]
     # a pass over `window` tokens needs no limit, and some models do not support attention_window

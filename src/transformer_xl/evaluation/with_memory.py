@@ -41,9 +41,9 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     warmup = warmup_length(model, plan)
     if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
         raise UserError(
-            f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all "
+            f"batch_size {plan.batch_size}: the state of {model.config.architecture} depends on all "
             "earlier tokens, so sequences that begin inside the text are not exact; "
-            "give batch-size 1 or enough warmup-tokens"
+            "give batch_size 1 or enough warmup_tokens"
         )
     yield from read_sequences(model, text, divide_text(text, plan, warmup), plan)
 

@@ -61,7 +61,7 @@ def check_lora(model: LanguageModel, lora: LoraConfig) -> None:
     for name, linear in _linear_layers(model):
         if name.rpartition(".")[2] in lora.targets and lora.rank > min(linear.in_features, linear.out_features):
             raise UserError(
-                f"lora-rank {lora.rank} is above the smaller side of {name} ({linear.out_features} x "
+                f"lora_rank {lora.rank} is above the smaller side of {name} ({linear.out_features} x "
                 f"{linear.in_features}); give {min(linear.in_features, linear.out_features)} at most"
             )
 

@@ -23,12 +23,12 @@ from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import (
     FinetuneConfig,
     LoraConfig,
-    RegularizationConfig,
     RunConfig,
     UserError,
     check_settings,
     check_type,
     checked_names,
+    grouped,
 )
 from transformer_xl.files import as_path, quoted
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
@@ -144,6 +144,7 @@ def finetune(
     _check_names(lora_targets, "lora_targets", "give a list of names such as ['q_proj', 'v_proj']")
     for name, overrides in (("model", model), ("train", train), ("evaluation", evaluation)):
         check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
+    changes: Overrides = grouped(model or {})
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
     old_of_V = old_ids(base_run, opened)
@@ -167,14 +168,19 @@ def finetune(
     check_settings(FinetuneConfig, record, "finetune")
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
-    settings = _settings(base_run, opened, model or {}, record)
+    settings = _settings(base_run, opened, changes, record)
     kept = None if old_of_V is None else num_kept(base_run, settings, old_of_V)
     record["kept_tokens"] = kept
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
-    groups = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}, "finetune": record}
+    groups: dict[str, Overrides] = {
+        "model": changes,
+        "train": train or {},
+        "evaluation": evaluation or {},
+        "finetune": record,
+    }
     check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -259,8 +265,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
     Raises:
         UserError: a setting in `overrides` could change the weights or what they mean.
     """
-    allowed = {*_CHANGEABLE, *RegularizationConfig.model_fields}
-    if fixed := [name for name in overrides if name not in allowed]:
+    if fixed := [name for name in overrides if name not in _CHANGEABLE]:
         raise UserError(
             f"model.{fixed[0]} cannot change in fine-tuning; leave it out. Only these settings of the model can: "
             f"{', '.join(_CHANGEABLE)}"

@@ -26,9 +26,11 @@ from transformer_xl.config import (
     UserError,
     check_type,
     checked_names,
+    grouped,
     load_recipe,
     merge,
     merge_recipe,
+    nearest,
     refuse_unused,
     run_settings,
 )
@@ -363,6 +365,7 @@ def complete_settings(
 ) -> tuple[RunConfig, Corpus]:
     """Return the complete settings of a new run, and its corpus."""
     known = (str, Path, RunConfig, type(None))
+    overrides = {**overrides, "model": grouped(overrides.get("model", {}))}
     check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
     if isinstance(config, RunConfig):
         settings = merge(config.model_dump(exclude={"history", "finetune"}), overrides)
@@ -433,6 +436,8 @@ def _resume(
         if world.is_first:
             stack.enter_context(lock_folder(path))
         for name in overrides["train"]:
+            if name not in TrainConfig.model_fields:
+                raise UserError(f"train has no setting '{name}'{nearest(name, TrainConfig.model_fields)}")
             if name not in _CHANGEABLE:
                 raise UserError(
                     f"train.{name} cannot change within a run; to train its weights further with another value: txl "

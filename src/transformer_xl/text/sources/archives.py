@@ -25,7 +25,13 @@ CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 BYTE_ORDER_MARK = "\ufeff"
 """A character at the start of a file that tells its encoding, and is no part of its text."""
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, with whose mark it begins
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 # A RuntimeError is raised for an encrypted member of a zip archive, and for an unsupported compression.
@@ -227,9 +233,10 @@ def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
     num_read, at_start, is_last = 0, True, False
     while not is_last:
         content = file.read(CHUNK_BYTES)
-        # encodings of single bytes would take a mark of Unicode for characters
-        if not num_read and content.startswith(_MARKS) and not encoding.lower().startswith("u"):
-            raise _not_text(name, encoding, "it begins with a byte order mark of Unicode")
+        marked = None if num_read else next((one for mark, one in _MARKS.items() if content.startswith(mark)), None)
+        # encodings of single bytes would take the mark for characters
+        if marked and not codecs.lookup(encoding).name.startswith(marked):
+            raise _not_text(name, encoding, f"it begins with the byte order mark of {marked}")
         num_read, is_last = num_read + len(content), not content
         try:
             text = decoder.decode(content, final=is_last)
