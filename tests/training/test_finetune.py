@@ -378,5 +378,5 @@ def test_command_prints_what_was_gained_and_lost(tmp_path: Path) -> None:
 
 def test_an_unknown_setting_of_a_resumed_run_is_answered_with_the_nearest(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with pytest.raises(UserError, match="train has no setting 'max_step' .did you mean 'max_steps'"):
+    with pytest.raises(UserError, match=r"train has no setting 'max_step' .did you mean 'max_steps'"):
         resume(run.path, train={"max_step": 2})
