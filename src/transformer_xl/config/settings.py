@@ -109,7 +109,8 @@ class Settings(BaseModel):
     @override
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Add the fields to the docstring, so that `help` shows what they mean."""
-        fields = (f"    {name}: {' '.join(str(field.description).split())}" for name, field in cls.model_fields.items())
+        described = [(name, field.description) for name, field in cls.model_fields.items() if field.description]
+        fields = (f"    {name}: {' '.join(description.split())}" for name, description in described)
         cls.__doc__ = f"{inspect.getdoc(cls)}\n\nAttributes:\n" + "\n".join(fields)
 
     @model_validator(mode="before")
