@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transformer_xl.apps.analyze.plots import draw_gains
+from transformer_xl.plots import draw_gains
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from transformer_xl.apps.analyze.attention_maps import TermMaps, pluralize
 from transformer_xl.apps.analyze.attention_page import truncate
-from transformer_xl.apps.analyze.plots import COLOURS, tidy
+from transformer_xl.plots import COLOURS, tidy
 
 Head = tuple[int, int]
 """Layer and head, both from 0."""

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from transformer_xl.apps.analyze.plots import COLOURS, Line, draw
 from transformer_xl.apps.reproduce.systems import ABLATION, BY_NAME, System
+from transformer_xl.plots import COLOURS, Line, draw
 
 Metric = Literal["bits_per_byte", "perplexity", "token_perplexity"]
 DIGITS: dict[Metric, int] = {"bits_per_byte": 3, "perplexity": 2, "token_perplexity": 2}

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl import __version__
-from transformer_xl.apps.analyze.plots import Line, draw
-from transformer_xl.apps.analyze.report import chart, details, facts, heading, page, paragraph, sample, table, verbatim
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device, environment, resolve_dtype
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
+from transformer_xl.plots import Line, draw
 from transformer_xl.progress import ProgressBar, say
+from transformer_xl.report_page import chart, details, facts, heading, page, paragraph, sample, table, verbatim
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformer_xl.apps.analyze.effective_context import FRACTIONS, format_length
 from transformer_xl.apps.analyze.evaluation_speed import COLUMNS, speed_tables
-from transformer_xl.apps.analyze.plots import draw_gains, to_svg
-from transformer_xl.apps.analyze.report import chart, heading, image, link, page, paragraph, table, verbatim
 from transformer_xl.apps.reproduce import ablation
 from transformer_xl.apps.reproduce.reproduction import REPORT, report_damage
 from transformer_xl.files import write_json, write_text
+from transformer_xl.plots import draw_gains, to_svg
+from transformer_xl.report_page import chart, heading, image, link, page, paragraph, table, verbatim
 
 _PUBLISHED_LENGTHS = {
     "xl-larger": (900, 800, 700),

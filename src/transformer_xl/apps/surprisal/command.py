@@ -70,8 +70,8 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     if options.out is not None and not options.is_on_stdout:
         table.to_csv(options.out)
     if options.plot is not None:
-        from transformer_xl.apps.analyze.plots import write_plot
         from transformer_xl.apps.surprisal.plot import MAX_ITEMS, draw_surprisal
+        from transformer_xl.plots import write_plot
 
         if len(items) > MAX_ITEMS:
             note(

@@ -6,8 +6,8 @@ from itertools import cycle
 
 from matplotlib.figure import Figure
 
-from transformer_xl.apps.analyze.plots import COLOURS, STYLES, tidy
 from transformer_xl.apps.surprisal.surprisal import ALONE, SurprisalTable
+from transformer_xl.plots import COLOURS, STYLES, tidy
 
 MAX_ITEMS = 12
 """Number of items that `draw_surprisal` draws, from the start of the table."""

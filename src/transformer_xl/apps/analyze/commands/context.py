@@ -101,7 +101,7 @@ def context(
     if out is not None:
         write_json(out, values)
     if plot is not None:
-        from transformer_xl.apps.analyze.plots import draw_gains, write_plot
+        from transformer_xl.plots import draw_gains, write_plot
 
         write_plot(plot, draw_gains(values))
 
