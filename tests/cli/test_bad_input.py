@@ -165,9 +165,12 @@ BAD_COMMANDS = [
     (f"{TRAIN} --from 3", "--from and --base are for a run that is resumed; give --resume RUN"),
     (f"{TRAIN} --find-rate --base run", "--from and --base are for a run that is resumed; give --resume RUN"),
     ("train --resume run --train.optimizer muon", "--train.optimizer cannot change within a run; to train"),
+    # `run` is what was typed, and a setting in the message
+    ("train --resume run --train.optimizer muon", "start a new one with --run DIR"),
+    ("evaluate memory_length", "error: memory_length: no such folder"),  # a file with the name of a setting
     ("evaluate run --attention-window 0", "window.* 0"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),
-    (f"{TRAIN} --model.cutoffs 5,256", "cutoffs 5, 256 must be below vocab_size 256"),
+    (f"{TRAIN} --model.cutoffs 5,256", "settings: model: cutoffs 5, 256 must be below vocab_size 256"),
     (f"{TRAIN} --model.cutoffs 5,7 --model.div_val 999", "last of 2 tails .* width 0"),
     (f"{TRAIN} --train.shuffle-documents", "has 3 documents, .* 16 sequences .*; lower --train.batch-size"),
     # missing arguments

@@ -112,7 +112,8 @@ def run(arguments: list[str]) -> int:
 
         command = app.parse_commands(arguments)[1][-1]
         flags = [name for flag in command.assemble_argument_collection() for name in flag.names]
-        typed = {f"--{word.replace('_', '-')}" for word in arguments}  # a file may have the name of a setting
+        # a file may have the name of a setting; without an underscore, only name= and name: are taken for one
+        typed = {f"--{word.replace('_', '-')}" for word in arguments if "_" in word}
         return name_flags(message, [flag for flag in flags if flag not in typed])
 
     try:

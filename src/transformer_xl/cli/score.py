@@ -109,16 +109,16 @@ def score(
         note("the run's tokenizer has no token for a line end, so each file counts as one line")
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
-    out, records = word_options.out, _records(scores, per)
-    if out is not None:
-        rows = list(records)
-        table = csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
-        print_csv(table) if word_options.is_on_stdout else write_text(out, table)
+    out = word_options.out
     if json:
         for record in _records(scores, per):
             print_json({**record, **loaded.weights_values}, indent=None)
     elif out is None:
         _print_records(scores, per)
+    if out is not None:  # after printing, so that a full disk loses no results
+        rows = list(_records(scores, per))
+        table = csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
+        print_csv(table) if word_options.is_on_stdout else write_text(out, table)
 
 
 def _check_word_options(options: WordOptions, per: str, *, json: bool) -> None:

@@ -6,12 +6,10 @@ Settings come from three places, later ones taking precedence: the defaults here
 """
 
 from transformer_xl.config.evaluation_config import (
+    WITHOUT_MEMORY as WITHOUT_MEMORY,
     DynamicConfig as DynamicConfig,
     EvaluationConfig as EvaluationConfig,
     EvaluationMethod as EvaluationMethod,
-)
-from transformer_xl.config.evaluation_config import (
-    WITHOUT_MEMORY as WITHOUT_MEMORY,
 )
 from transformer_xl.config.model_config import (
     ARCHITECTURES as ARCHITECTURES,
@@ -24,6 +22,7 @@ from transformer_xl.config.model_config import (
     ModelConfig as ModelConfig,
     QRNNConfig as QRNNConfig,
     RegularizationConfig as RegularizationConfig,
+    grouped as grouped,
     RecurrentConfig as RecurrentConfig,
     RelativeConfig as RelativeConfig,
     RelativeLayerConfig as RelativeLayerConfig,
@@ -42,7 +41,6 @@ from transformer_xl.config.run_config import (
     checked_names as checked_names,
     load_recipe as load_recipe,
     merge_recipe as merge_recipe,
-    grouped as grouped,
     recipe_names as recipe_names,
     recipe_text as recipe_text,
     refuse_unused as refuse_unused,

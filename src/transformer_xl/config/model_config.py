@@ -54,18 +54,22 @@ class RegularizationConfig(Settings):
     the next."""
 
 
-def group_regularization(values: Mapping[str, Any]) -> dict[str, Any]:
+def grouped(values: Any) -> Any:
     """Return settings of a model with those of `regularization` in their group; 0.1 had them among the others.
 
+    What is no mapping stays as it is, and is refused when it is checked.
+
     Raises:
-        ValueError: one is in both places.
+        UserError: one is in both places.
     """
+    if not isinstance(values, Mapping):
+        return values
     names, group = RegularizationConfig.model_fields.keys(), values.get("regularization")
     flat = {name: value for name, value in values.items() if name in names}
     if not flat or not isinstance(group, (Mapping, type(None))):
-        return dict(values)
+        return values
     if twice := flat.keys() & (group or {}).keys():
-        raise ValueError(f"{min(twice)} was given twice, also in the group regularization; leave one out")
+        raise UserError(f"{min(twice)} was given twice, also in the group regularization; leave one out")
     others = {name: value for name, value in values.items() if name not in names}
     return others | {"regularization": {**(group or {}), **flat}}
 
@@ -147,7 +151,7 @@ class BaseModelConfig(_Architecture):
     @classmethod
     def _group_regularization(cls, values: Any) -> Any:
         """Accept the settings of `regularization` where files of earlier versions have them, among the others."""
-        return group_regularization(values) if isinstance(values, Mapping) else values
+        return grouped(values)
 
     def flat(self) -> dict[str, Any]:
         """Return all settings as plain values without groups: what checksums and transformers' config.json have."""

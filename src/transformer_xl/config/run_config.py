@@ -20,7 +20,7 @@ from transformer_xl.config.model_config import (
     RecurrentConfig,
     ShawConfig,
     TransformerXLConfig,
-    group_regularization,
+    grouped,
 )
 from transformer_xl.config.other_names import OTHER_NAMES
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
@@ -303,18 +303,6 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
         if not kind.has_distances and isinstance(regularization := groups["model"].get("regularization"), Mapping):
             groups["model"]["regularization"] = {k: v for k, v in regularization.items() if k != "qkv_dropout"}
     return merge(groups, overrides)
-
-
-def grouped(settings: Any) -> Any:
-    """Return settings of a model with those of `regularization` in their group; what is no mapping stays as it is.
-
-    Raises:
-        UserError: one was given in the group and outside it.
-    """
-    try:
-        return group_regularization(settings) if isinstance(settings, Mapping) else settings
-    except ValueError as error:
-        raise UserError(f"model: {error}") from None
 
 
 def recipe_names() -> list[str]:

@@ -159,8 +159,8 @@ def require_reading_memory(
 def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float32") -> InferenceModel:
     """Return a model for reading and generating with the weights that a model has now.
 
-    The matrices of linear layers are converted and packed; all other weights are shared with the model, so what was
-    prepared is of no use after a change of its weights, and nothing notices that.
+    The matrices of linear layers are converted where their dtype differs, and packed; all other weights are shared with
+    the model. After a change of its weights, what was prepared would mix old and new ones, and nothing notices that.
 
     Args:
         model: the model, which is unchanged.

@@ -6,7 +6,8 @@ to step, so hidden states are cached instead (`memory.py`).
 
 A memory is immutable, yet appending to it does not copy it: new rows are written after its last row, into storage that
 later memories share, and each memory reads only up to its own end. Appending copies to new storage only if the storage
-is full, or if another memory has already written rows after this one's end.
+is full, if another memory has already written rows after this one's end, or if new tokens have padding or another
+dtype.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, C rows of storage (one for each token), P
 distances, N heads, H head width, X any number of rows.
@@ -119,7 +120,7 @@ class KeyValueCache(LayerCache):
             UserError: gradients are required.
         """
         if k_BTNH.requires_grad and torch.is_grad_enabled():
-            raise UserError("a KV cache passes no gradient; use initial_memory to train, or torch.inference_mode()")
+            raise UserError("a KV cache passes no gradient; train the model itself, or use torch.inference_mode()")
         num_new, num_keys = k_BTNH.shape[1], self.length + k_BTNH.shape[1]
         cache = self.reserve(num_new, k_BTNH.dtype)
         cache.storage.write(cache.end - num_new, k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))

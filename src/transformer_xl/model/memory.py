@@ -5,8 +5,8 @@
 
 A memory has its full length from the first step: slots that are not filled yet contain zeros, are not valid, and are
 not attended (with the setting attend_empty_memory they are, as in the authors' code). So shapes stay the same from the
-first segment to the last. A token sees the M slots directly, and what is before them through the layers: an input of
-layer n that is remembered has itself seen M slots of layer n - 1 (paper, section 3.2).
+first segment to the last. A token sees the M slots directly, and what is before them through the layers: a remembered
+input of layer n > 1 has itself seen M slots of layer n - 1 (paper, section 3.2).
 
 A memory contains hidden states in training (in this file), keys and values in inference (`key_values.py`, for the
 prepared model that is its `owner`), the states of a recurrent network (`baselines/recurrent.py`), or token ids

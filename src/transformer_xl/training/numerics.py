@@ -1,7 +1,8 @@
 """Chooses the implementations that a run computes with: attention kernel, library of matrix products, dropout.
 
-All compute the same up to rounding, but kernels of attention and of dropout draw other masks. So a new run takes what
-is fastest and records it with its checkpoints, and a resumed run goes on with what is recorded where that is there.
+All compute the same up to rounding, but kernels of attention and of dropout draw other dropout masks. So a new run
+takes the first that is there in a fixed order, the fastest first, and records it with its checkpoints, and a resumed
+run goes on with what is recorded where that is there.
 """
 
 from __future__ import annotations

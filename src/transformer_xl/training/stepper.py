@@ -3,8 +3,8 @@
     loss = nats of all micro-batches of all processes / number of all their targets
 
 Gradients are added up over the processes, not averaged as DDP would (`distributed.py`). The number of targets is known
-before the first backward pass, so the result does not depend on how the rows are split
-into micro-batches or distributed over processes. Nothing in a step waits for the device.
+before the first backward pass, so the result does not depend on how the rows are split into micro-batches or
+distributed over processes. Nothing in a step waits for the device.
 
 Auxiliary losses, which are added in training, are those of predictions by lower layers or of a second target, and the
 penalties of activations; they are not part of the sums that a step returns.

@@ -94,7 +94,7 @@ class Engine:
         self.on_death: Callable[[], object] = lambda: None
         """Called in the thread when it dies."""
         for served in self.models.values():
-            slots, advice = served.generation_slots(served.max_memory_length), "lower --max-batch or --memory-length"
+            slots, advice = served.generation_slots(served.max_memory_length), "lower max_batch or memory_length"
             require_reading_memory(served.inference, "serving", num_rows=max_rows, num_slots=slots, advice=advice)
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner

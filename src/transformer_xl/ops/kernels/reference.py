@@ -47,8 +47,9 @@ class AttentionMask:
     before the start of the query's episode."""
 
     valid_B: Tensor | None
-    """Number of valid memory slots of each batch row, which are the last ones, or None if all are valid. A negative
-    number -n means that also the first n of the T new tokens are padding, whose output is finite but meaningless."""
+    """Number of keys of each batch row before its last T that are attended, which are the last ones, or None for all:
+    valid memory slots, less the padding, which stands before them. A negative number -n means that also the first n of
+    the last T are masked. The output of padding is finite but meaningless."""
     num_clamped: int = 0
     """Number of attended distances above P - 1, which all use the position key of P - 1.
 
