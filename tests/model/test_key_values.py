@@ -148,5 +148,5 @@ def test_training_with_a_cache_raises(make_model, tokens):
     model = make_model()
     memory = prepare_inference(model).initial_memory(1)
     model.owner = memory.owner
-    with pytest.raises(UserError, match="passes no gradient; use initial_memory"):
+    with pytest.raises(UserError, match="passes no gradient; train the model itself"):
         model(tokens(1, 3), memory)

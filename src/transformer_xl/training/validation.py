@@ -1,4 +1,4 @@
-"""Validation: the loss of the validation text with the current weights or their average, computed at intervals during training.
+"""Validation: the loss of the validation text with the current weights, or their average, at intervals of training.
 
 The text is split into as many batch rows as a training batch has, and these are distributed over the processes as in
 training.
