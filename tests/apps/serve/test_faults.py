@@ -317,6 +317,17 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.stderr.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what libgomp prints")
+@pytest.mark.parametrize(("given", "spins"), [({}, "'0'"), ({"GOMP_SPINCOUNT": "5"}, "'5'")])
+def test_waiting_threads_leave_the_cores_to_others(given: dict[str, str], spins: str) -> None:
+    """They do not spin, unless the user wants it; set too late, libgomp would not see it."""
+    others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment = {**others, "OMP_DISPLAY_ENV": "VERBOSE", **given}
+    command = [sys.executable, *PROGRAM, "serve", "nothere"]
+    printed = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment).stderr
+    assert f"GOMP_SPINCOUNT = {spins}" in printed
+
+
 def test_sigterm_under_load_finishes_what_runs_and_waits(run: Run, tmp_path: Path) -> None:
     """A stream ends properly and its session is saved; others, which wait, are answered; the status is 143."""
     process, address = start(run, "--sessions", str(tmp_path), "--shutdown-seconds", "300", "--max-batch", "1")

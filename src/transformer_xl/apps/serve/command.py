@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,6 +39,9 @@ def serve(
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise missing_extra(missing[0], "serve")
     config = check_flags(ServerConfig, settings)
+    # before torch loads libgomp: threads that spin while they wait take the cores that other programs would leave
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from transformer_xl.apps.serve.server import serve as serve_runs
 
     return serve_runs([run, *more_runs], config, device=str(device_options.choose()), checkpoint=checkpoint)
