@@ -1,14 +1,19 @@
-"""What computes surprisal and perplexity of exported models: minicons, `evaluate` and `surprisal`."""
+"""What computes surprisal and perplexity of exported models: minicons, `evaluate` and `surprisal`.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import evaluate
 import pytest
+import torch
 from clients.texts import SENTENCES, TOKENIZERS
 from minicons import scorer
 from refusals import do
@@ -16,8 +21,9 @@ from small_runs import make_run
 from surprisal import AutoHuggingFaceModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import transformer_xl.integrations.huggingface  # noqa: F401 (registers our models)
 from transformer_xl import score, surprisal
+from transformer_xl.integrations.checkpoints.convert import convert
+from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.run import Run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "surprisal.md").read_text(encoding="utf-8").split("## With minicons")[1]
@@ -112,30 +118,30 @@ def test_perplexity_of_one_text(run: Run) -> None:
 
 @of_evaluate
 @each_tokenizer
-def test_perplexity_of_several_texts(run: Run) -> None:
-    """It pads them, and wants padding on the right, with the id of a token: as docs/transformers.md sets the folder."""
+def test_perplexity_of_several_texts(run: Run, kind: str) -> None:
+    """It pads them, and wants padding on the right, inside the logits: as docs/transformers.md sets the folder."""
     metric = perplexity_metric()
-    tokenizer = AutoTokenizer.from_pretrained("hub/ptb", padding_side="right")
-    tokenizer.pad_token = tokenizer.bos_token
-    tokenizer.save_pretrained("hub/ptb")
+    if kind == "words":
+        shutil.rmtree("hub/ptb")
+        do("convert runs/ptb hub/ptb --to huggingface --eos-token <eos>")
+    AutoTokenizer.from_pretrained("hub/ptb", padding_side="right").save_pretrained("hub/ptb")
     result = metric.compute(model_id="hub/ptb", predictions=SENTENCES, device="cpu")
     assert result["perplexities"] == pytest.approx([own_perplexity(run, text) for text in SENTENCES], rel=1e-5)
 
 
-# It sets pad_token = eos_token, which bytes and BPE lack, so it cannot pad; of words it wants a tokenizer in Rust. Its
-# numbers would differ all the same: it gives pad_token, the end of a line, probability 0.
-FAILURES = {"bytes": "does not have a padding token", "bpe": "does not have a padding token", "words": "Invalid key"}
-
-
 @pytest.mark.client("surprisal")
 @each_tokenizer
-@pytest.mark.xfail(reason="needs a tokenizer in Rust with an end-of-sequence token", raises=(ValueError, KeyError))
-def test_surprisal(run: Run, kind: str) -> None:
-    model = AutoHuggingFaceModel.from_pretrained("hub/ptb", model_class="gpt")
-    try:
-        theirs = [sum(one.surprisals) / math.log(2) for one in model.surprise(SENTENCES[:1])]
-    except (ValueError, KeyError) as error:
-        if FAILURES[kind] in str(error):
-            raise
-        pytest.fail(f"failed otherwise than is known: {error}")
-    assert theirs == pytest.approx([sum(own_bits(run)[0])], abs=1e-4)
+def test_surprisal_with_a_token_that_ends_texts(run: Run, kind: str) -> None:
+    """It gives that token, with which it pads, probability 0; then ours are its numbers, of texts in one batch too."""
+    eos_token = "<eos>" if kind == "words" else "\n"
+    shutil.rmtree("hub/ptb")
+    convert("runs/ptb", "hub/ptb", to="huggingface", eos_token=eos_token)
+    theirs = AutoHuggingFaceModel.from_pretrained("hub/ptb", model_class="gpt").surprise(SENTENCES)
+    model, tokenizer = from_run(run, eos_token=eos_token)
+    for text, one in zip(SENTENCES, theirs, strict=True):
+        ids = run.tokenizer.encode(text).tolist()
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[run.tokenizer.bos_token_id, *ids[:-1]]])).logits[0]
+        logits_TV[:, tokenizer.eos_token_id] = -torch.inf
+        expected = -logits_TV.log_softmax(-1)[torch.arange(len(ids)), ids]
+        assert one.surprisals[: len(ids)] == pytest.approx(expected.numpy(), abs=1e-4)

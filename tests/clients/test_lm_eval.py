@@ -13,7 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
-from refusals import do
+from refusals import do, txl
 from small_runs import make_run
 
 import transformer_xl.integrations.huggingface  # noqa: F401 (registers our models)
@@ -114,3 +114,20 @@ def test_model_hf_on_an_exported_folder(tmp_path: Path, tasks: TaskManager, kind
     names = ["wikitext_local", "choice"]
     theirs = evaluated(tasks, names, "hf", model_args=f"pretrained={tmp_path / 'hub'},max_length=64", device="cpu")
     assert_alike(theirs, evaluated(tasks, names, TxlLM(run, windows="harness", max_length=64)))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_model_hf_generates_until_a_named_token(tmp_path: Path, tasks: TaskManager, kind: str) -> None:
+    """It asks for the text of the token that ends a text; without one it failed."""
+    run = make_run(tmp_path / "run", tokenizer=TOKENIZERS[kind], noise=0.3)
+    assert txl("convert", run.path, tmp_path / "hub", "--to", "huggingface", "--eos-token", NAMES[kind]).status == 0
+    theirs = evaluated(
+        tasks, ["generation"], "hf", model_args=f"pretrained={tmp_path / 'hub'},max_length=64", device="cpu"
+    )
+    own = {"max_new_tokens": 9, "greedy": True, "stop": "\n"}
+    texts = [generate(run, text, add_bos_token=False, **own).text for text in SENTENCES]
+    # a first word after a prompt has no space of its own in transformers
+    assert [one.strip() for one in theirs[0]] == [one.strip() for one in texts]
+
+
+NAMES = {"bytes": "\\n", "bpe": "\\n", "words": "<eos>"}

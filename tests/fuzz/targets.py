@@ -30,6 +30,7 @@ from fuzz import mutations
 from fuzz.mutations import Mutation
 from integrations.checkpoints.checkpoints import FIXTURES, golden, hub_folder, hugging_face_folder
 from integrations.checkpoints.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
+from library_tokenizers import byte_level, prefix_space, unigram, word_piece
 from small_runs import make_run
 
 from transformer_xl import evaluate, prepare, tensor_file
@@ -539,6 +540,7 @@ def tokenizer_json(folder: Path) -> Prepared:
         seeds.append((folder / kind / "txl_tokenizer.json").read_bytes())
         if kind == "bpe":
             seeds.append(json.dumps(json.loads(seeds[-1])["tokenizer"]).encode())
+    seeds += [json.dumps(values()).encode() for values in (byte_level, prefix_space, unigram, word_piece)]
     seeds.append(b'{"kind": "integer", "num_values": 2, "midi": {"settings": {"a": 1}, "tokens": ["x", "y"]}}')
     file = folder / "a.json"
 

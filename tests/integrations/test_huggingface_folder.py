@@ -22,12 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from transformer_xl import convert, generate, load
 from transformer_xl.config import UserError
-from transformer_xl.integrations.huggingface import TransformerXLForCausalLM, TransformerXLTokenizer, from_run
+from transformer_xl.integrations.huggingface import TransformerXLForCausalLM, TransformerXLTokenizersBackend, from_run
 
 SRC = Path(__file__).parents[2] / "src"
 FILES = {
-    "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "transformer_xl_code.py",
-    "txl_tokenizer.json",
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "transformer_xl_code.py", "txl_tokenizer.json",
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_run_is_opened_without_a_folder(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     model, tokenizer = from_run(str(tmp_path / "run"))
     assert isinstance(model, TransformerXLForCausalLM)
-    assert isinstance(tokenizer, TransformerXLTokenizer)
+    assert isinstance(tokenizer, TransformerXLTokenizersBackend)
     assert not model.training
     ids_BT = ids(2, 23)
     with torch.no_grad():
@@ -180,7 +180,10 @@ def test_folder_opens_with_trust_remote_code_where_this_package_is_not_imported(
     convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
     home = {"HF_HOME": str(tmp_path / "home")}
     result = python(OPEN, tmp_path / "hub", tmp_path / "saved", **home)
-    assert "transformer_xl.integrations.huggingface.modeling TransformerXLTokenizer [116, 104, 101]" in result.stdout
+    assert (
+        "transformer_xl.integrations.huggingface.modeling TransformerXLTokenizersBackend [116, 104, 101]"
+        in result.stdout
+    )
     # what it saves has no copy of our code
     assert {file.name for file in (tmp_path / "saved").glob("*.py")} == {"transformer_xl_code.py"}
     assert "trust_remote_code" in python(OPEN, tmp_path / "hub", **home).stderr

@@ -33,7 +33,7 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         elif block.startswith("txl "):
             assert txl(shlex.split(block)[1:]) == 0
     assert {folder.name for folder in (tmp_path / "hub").iterdir()} == {
-        *("mine", "transfo-xl", "tuned", "adapter", "merged"),
+        *("mine", "lines", "transfo-xl", "tuned", "adapter", "merged"),
     }
     assert txl(["convert", "hub/tuned", "runs/tuned"]) == 0
     shutil.copy("hub/mine/txl_tokenizer.json", "hub/merged")

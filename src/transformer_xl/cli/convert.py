@@ -24,6 +24,7 @@ def convert(
     tokenizer: str | None = None,
     pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
     base: Path | None = None,
+    eos_token: str | None = None,
     json: Json = False,
 ) -> None:
     """Convert a checkpoint of another program to a run, or a run to a folder for transformers. No code is executed.
@@ -52,12 +53,22 @@ def convert(
         WikiText), or whitespace (for text that is tokenized already). [default: as in FROM]
     base
         Folder of the base of an adapter. [default: where it was]
+    eos_token
+        Token that ends a text, for --to huggingface: a word, or the text of a token; \\n is the newline. [default:
+        <|endoftext|> of a tokenizer that has it, else none]
     """
     from transformer_xl.integrations.checkpoints import convert as checkpoints
 
     start = time.perf_counter()
     result = checkpoints.convert(
-        source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer, base=base
+        source,
+        out,
+        to=to,
+        source_format=source_format,
+        tokenizer=tokenizer,
+        pre_tokenizer=pre_tokenizer,
+        base=base,
+        eos_token=None if eos_token is None else eos_token.replace("\\n", "\n"),
     )
     seconds = time.perf_counter() - start
     say_weights(result.weights)

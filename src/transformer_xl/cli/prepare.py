@@ -45,7 +45,7 @@ def prepare(
         test: Files, folders and patterns to test on.
         text: Which files are read and how their text is split.
         tokenizer: byte, char, word, bpe or integer; midi, for MIDI files; or a trained one: the folder of a
-            corpus or run, its txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that
+            corpus or run, its txl_tokenizer.json, or a tokenizer.json or .model of another library. [default: that
             of the data set, else byte]
         data_dir: File or folder that has the files of the named data set. [default: download them]
         settings: How the tokenizer is trained.

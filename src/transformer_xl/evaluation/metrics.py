@@ -35,8 +35,8 @@ class Sums:
     characters: int | None = None
     """Number of Unicode characters, or None if the text is not UTF-8 or its tokens do not decode exactly."""
     words: int | None = None
-    """Number of words: the tokens of a word tokenizer that are not line ends; for bytes, characters and BPE, words
-    separated by whitespace; None for integers."""
+    """Number of words: the tokens of a word tokenizer that are not line ends; for others, words separated by
+    whitespace; None for integers, and for part of a text with a tokenizer of another library."""
     line_ends: int | None = None
     """Number of line ends, or None for integers."""
     num_unknown: int = 0
@@ -48,7 +48,7 @@ class Sums:
         counts = count(tokenizer, tokens_K)
         if len(tokens_K) == split.num_tokens:
             counts["bytes"] = split.num_bytes
-            if tokenizer.is_lossless:
+            if tokenizer.is_lossless or tokenizer.kind == "library":
                 counts["words"] = split.num_words  # documents need not end with whitespace
         elif not tokenizer.is_lossless:  # decoding does not restore unknown words and whitespace
             counts["bytes"] = max(1, round(split.bytes_per_token * len(tokens_K)))
@@ -76,7 +76,7 @@ class Sums:
         exp of the total loss divided by the number of words and line ends, or infinity if that overflows. It compares
         tokenizers. With a word tokenizer it equals `token_perplexity`; None for integers, which are not words.
         """
-        num_words = (self.words or 0) + (self.line_ends or 0)
+        num_words = 0 if self.words is None else self.words + (self.line_ends or 0)
         return exp_nats(self.nats / num_words) if num_words else None
 
     @property
@@ -130,5 +130,6 @@ def count(tokenizer: Tokenizer, tokens_K: Tokens) -> dict[str, Any]:
             words += len(chunk_K) - num_newlines
             line_ends += num_newlines
     counts: dict[str, Any] = {"tokens": len(tokens_K), "num_unknown": num_unknown}
-    counts |= {"words": words, "line_ends": line_ends} if tokenizer.is_text else {}
+    if tokenizer.is_text:  # the tokens of another library are parts of words, of which it may drop some
+        counts |= {"words": None if tokenizer.kind == "library" else words, "line_ends": line_ends}
     return counts | ({"bytes": num_bytes, "characters": characters} if tokenizer.is_lossless else {})

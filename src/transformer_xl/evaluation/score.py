@@ -21,6 +21,7 @@ from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order,
 from transformer_xl.evaluation.metrics import Sums, count
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run import Run, check_run
+from transformer_xl.text.corpus_writer import count_words
 from transformer_xl.text.documents import Document, text_chunks
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
@@ -162,6 +163,8 @@ def score(
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]
         counts = count(run.tokenizer, ids_K) | {"bytes": len(content), "characters": _count_characters(content)}
+        if run.tokenizer.kind == "library":
+            counts["words"] = count_words(content)
         sums = Sums(float(nats_K[start:end].sum()), **counts)
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))
     return scores

@@ -30,8 +30,9 @@ class Chat:
         config = resolve_config(run.tokenizer, config, overrides)
         self._end_of_reply = (config.stop or ("\n",))[0]
         # `resolve_config` adds the tokens that end with a newline to eos_token_ids if stop_at_newline is set; tokens in
-        # eos_token_ids end a reply themselves, so the default stop string, a newline, is not needed then
-        if not config.eos_token_ids:
+        # eos_token_ids end a reply themselves, so the default stop string, a newline, is not needed then (but beside
+        # the end of a document)
+        if {*config.eos_token_ids} <= {None if run.tokenizer.document_end is None else run.tokenizer.document_end.id}:
             config = config.model_copy(update={"stop": config.stop or ("\n",)})
         self._run, self._config = run, config
         self._memory: Memory | None = None

@@ -191,7 +191,7 @@ class GenerationStream(Iterator[str]):
 def resolve_config(
     tokenizer: Tokenizer, config: GenerationConfig | None, overrides: Mapping[str, Any], **defaults: Any
 ) -> GenerationConfig:
-    """Merge and check settings.
+    """Merge and check settings. The token that ends documents ends a text, unless `eos_token_ids` is given.
 
     In descending order of precedence: `overrides`, the settings of `config` that differ from the defaults of
     `GenerationConfig`, `defaults`, the defaults of `GenerationConfig`.
@@ -204,6 +204,8 @@ def resolve_config(
     """
     check_overrides(GenerationConfig, config, overrides, ("prompt", "logits_processor", "memory"))
     base = {} if config is None else config.model_dump(exclude_defaults=True)
+    if tokenizer.document_end is not None:
+        defaults = {"eos_token_ids": (tokenizer.document_end.id,), **defaults}
     config = check_settings(GenerationConfig, {**defaults, **base, **overrides}, "generation settings")
     if not config.stop_at_newline:
         return config

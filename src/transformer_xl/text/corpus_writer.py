@@ -184,6 +184,7 @@ class _SplitWriter:
         )  # of SplitRecord
         self._document = -1  # index of the document of the last token written
         self._at_line_end = False  # whether the last token written ended a line
+        self._end = tokenizer.document_end
 
     def close(self) -> None:
         """Close the files."""
@@ -209,11 +210,16 @@ class _SplitWriter:
         if self._at_line_end or chunk.document != self._document:
             starts = np.concatenate([[0], starts])
         self._document, self._at_line_end = chunk.document, num_tokens in chunk.line_ends[-1:]
+        ids = np.ascontiguousarray(chunk.encoded.ids, dtype=self._dtype)
+        if self._end is not None:  # after each document but the split's last one, whose end follows in `record`
+            follows = starts[not self._counts["num_tokens"] :]
+            ids = np.insert(ids, follows, self._end.id)
+            starts = np.concatenate([starts[: len(starts) - len(follows)], follows + 1 + np.arange(len(follows))])
         start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
         self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)
-        self._add_tokens(np.ascontiguousarray(chunk.encoded.ids, dtype=self._dtype))
+        self._add_tokens(ids)
 
     def _add_tokens(self, ids: TokenArray) -> None:
         self._token_hash.update(ids.data)
@@ -230,7 +236,9 @@ class _SplitWriter:
             ids = ids[len(shard_part) :]
 
     def record(self) -> SplitRecord:
-        """Return the entry of the split in `corpus.json`."""
+        """End the last document, and return the entry of the split in `corpus.json`."""
+        if self._end is not None:
+            self._add_tokens(np.array([self._end.id], dtype=self._dtype))
         return SplitRecord.model_validate(
             {
                 "dtype": self._dtype.name,

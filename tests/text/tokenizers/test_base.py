@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library_tokenizers import byte_level, prefix_space, unigram, word_piece
 
 from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, chunking, fingerprint, token_dtype
 from transformer_xl.text.tokenizers.base import EncodingError
-from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
+from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.chunking import split_chunks
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.library import LibraryTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.storage import tokenizer_from_json
 from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS
@@ -42,6 +44,10 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("punctuation")),
     "moses": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("moses")),
     "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], vocab_size=277),
+    "bpe with an end": BPETokenizer.of_library(byte_level()),
+    "word piece": LibraryTokenizer("tokenizers", json.dumps(word_piece())),
+    "unigram": LibraryTokenizer("tokenizers", json.dumps(unigram())),
+    "prefix space": LibraryTokenizer("tokenizers", json.dumps(prefix_space())),
     "integer": IntegerTokenizer(num_values=31),
     "integer without eos": IntegerTokenizer(num_values=31, add_eos=False),
 }
@@ -63,7 +69,7 @@ def chunked(text: bytes, ends: Iterable[int]) -> Iterator[bytes]:
 
 
 def test_all_kinds_are_tested() -> None:
-    assert {tokenizer.kind for tokenizer in TOKENIZERS.values()} == set(TOKENIZER_KINDS)
+    assert {tokenizer.kind for tokenizer in TOKENIZERS.values()} == {*TOKENIZER_KINDS, "library"}
 
 
 @PROPERTY

@@ -128,7 +128,7 @@ def test_difference_of_tokenizers(actual: str, expected: Tokenizer, difference: 
         ("\ufeff\xff", r"damaged, not readable as JSON"),
         ("[" * 100_000, r"damaged, not readable as JSON"),
         ("[]", r"expected a JSON object, found list; copy it again"),
-        ('{"model": {"type": "BPE"}, "normalizer": {}}', r"not a valid bpe tokenizer.*use a byte-level one"),
+        ('{"model": {"type": "BPE"}, "normalizer": {}}', r"not a valid library tokenizer.*use another such as"),
     ],
 )
 def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> None:

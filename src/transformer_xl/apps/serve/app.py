@@ -126,15 +126,16 @@ def build_app(runner: RequestRunner) -> FastAPI:
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
         """Describe the tokenizer of a model, the first one if none is named."""
         served = runner.model(model)
-        tokenizer, eos = served.run.tokenizer, served.run.tokenizer.eos_token_id
+        tokenizer, end = served.run.tokenizer, served.run.tokenizer.document_end
+        eos = tokenizer.eos_token_id if end is None else end.id
         return {
             "model": served.name,
             "tokenizer_class": type(tokenizer).__name__,
             "kind": tokenizer.kind,
             "vocab_size": tokenizer.vocab_size,
-            "bos_token": tokenizer.decode([tokenizer.bos_token_id]),
+            "bos_token": end.name if end else tokenizer.decode([tokenizer.bos_token_id]),
             "bos_token_id": tokenizer.bos_token_id,
-            "eos_token": None if eos is None else tokenizer.decode([eos]),
+            "eos_token": end.name if end else None if eos is None else tokenizer.decode([eos]),
             "eos_token_id": eos,
             "pad_token": None,
         }

@@ -177,7 +177,8 @@ class RequestRunner:
             message = "samples x (max_tokens + tokens of echoed prompts) x (1 + logprobs)"
             raise ApiError(400, f"{message} is too much, more than {MAX_VALUES:,}; split the request")
         seed = secrets.randbelow(2**63) if body.seed in (None, -1) else body.seed
-        config = _config(body, max_tokens, seed)
+        end = served.run.tokenizer.document_end
+        config = _config(body, max_tokens, seed, () if end is None else (end.id,))
         session = self._session(session_id, owner, served, body.memory_length)
         try:
             if session is not None:
@@ -408,7 +409,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfig:
+def _config(body: CompletionBody, max_tokens: int, seed: int, eos_token_ids: tuple[int, ...]) -> GenerationConfig:
     values = {
         "max_new_tokens": max(1, max_tokens),
         "temperature": float(body.temperature),
@@ -417,6 +418,7 @@ def _config(body: CompletionBody, max_tokens: int, seed: int) -> GenerationConfi
         "min_p": body.min_p or None,
         "seed": seed,
         "stop": _stops(body),
+        "eos_token_ids": eos_token_ids,
     }
     return check_settings(GenerationConfig, values)
 

@@ -22,12 +22,13 @@ from torch import Tensor
 from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import ARCHITECTURES, ModelConfig, RunConfig, UserError, check_settings, run_settings
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.files import atomic_folder, write_text
+from transformer_xl.files import atomic_folder, write_json, write_text
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts, format_value
 from transformer_xl.integrations.checkpoints.tokenizers import read_checkpoint_json
+from transformer_xl.integrations.checkpoints.transformers_tokenizer import eos_token_id, fast_tokenizer, pad_token_id
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
-from transformer_xl.text.tokenizers.storage import TOKENIZER_FILE
+from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE
 
 MODEL_TYPE = "transformer-xl"
 """`model_type` in config.json."""
@@ -43,9 +44,15 @@ from transformer_xl.integrations.huggingface import (
     PretrainedTransformerXLConfig,
     TransformerXLForCausalLM,
     TransformerXLTokenizer,
+    TransformerXLTokenizersBackend,
 )
 
-__all__ = ["PretrainedTransformerXLConfig", "TransformerXLForCausalLM", "TransformerXLTokenizer"]
+__all__ = [
+    "PretrainedTransformerXLConfig",
+    "TransformerXLForCausalLM",
+    "TransformerXLTokenizer",
+    "TransformerXLTokenizersBackend",
+]
 '''
 _MODULE = Path(_CODE_FILE).stem
 MODEL_AUTO_MAP = {
@@ -55,6 +62,8 @@ MODEL_AUTO_MAP = {
 """`auto_map` of config.json: where trust_remote_code finds the classes."""
 TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{_MODULE}.TransformerXLTokenizer", None]}
 """`auto_map` of tokenizer_config.json."""
+FAST_TOKENIZER_AUTO_MAP = {"AutoTokenizer": [None, f"{_MODULE}.TransformerXLTokenizersBackend"]}
+"""The same where the folder has a tokenizer.json."""
 # Settings that config.json has under another name: transformers gives `attn_implementation` another meaning.
 _RENAMED = {"attn_implementation": "attention_kernel"}
 _LENGTHS = ("segment_length", "memory_length")
@@ -136,6 +145,7 @@ def write(
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     memory_lengths: MemoryLengths | None = None,
+    eos_token: str | None = None,
 ) -> None:
     """Write a model as a folder that transformers 5 opens with this package.
 
@@ -145,19 +155,28 @@ def write(
         weights: tensors by the names of `LanguageModel.state_dict()`.
         tokenizer: the tokenizer.
         memory_lengths: as for `config_values`.
+        eos_token: as for `generation_values`.
 
     Raises:
-        UserError: the folder exists, or the file system refuses.
+        UserError: the folder exists, the file system refuses, or the vocabulary has no such token.
     """
-    values = config_values(config, memory_lengths)
+    values, generation = config_values(config, memory_lengths), generation_values(tokenizer, eos_token)
+    fast = fast_tokenizer(tokenizer)
     fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
     with atomic_folder(path) as temporary:
         write_config(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
-        write_config(temporary / "generation_config.json", generation_values(tokenizer))
+        write_config(temporary / "generation_config.json", generation)
         tensors = {f"{WEIGHT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in weights.items()}
         write_safetensors(temporary / "model.safetensors", tensors, {"format": "pt"})
         save_tokenizer(tokenizer, temporary / TOKENIZER_FILE)
         tokenizer_values = {"tokenizer_class": "TransformerXLTokenizer", "auto_map": TOKENIZER_AUTO_MAP}
+        if fast is not None:
+            write_json(temporary / LIBRARY_FILE, fast)
+            tokenizer_values = {
+                "tokenizer_class": "TransformerXLTokenizersBackend",
+                "auto_map": FAST_TOKENIZER_AUTO_MAP,
+            }
+        tokenizer_values |= special_values(tokenizer, eos_token)
         write_config(temporary / "tokenizer_config.json", tokenizer_values)
         write_code(temporary)
 
@@ -167,13 +186,28 @@ def write_code(folder: Path) -> None:
     write_text(folder / _CODE_FILE, _CODE)
 
 
-def generation_values(tokenizer: Tokenizer) -> dict[str, Any]:
+def generation_values(tokenizer: Tokenizer, eos_token: str | None = None) -> dict[str, Any]:
     """Return the contents of generation_config.json.
 
-    Padding has the first id after the vocabulary, so no token of a text can be taken for it. No token ends a text: the
-    end-of-sequence token of our tokenizers is the end of a line.
+    Args:
+        tokenizer: the tokenizer.
+        eos_token: the token that ends a text, a word or the text of a token, or None for the token that ends documents.
+            Most tokenizers have none: the end-of-sequence token of our tokenizers is the end of a line.
+
+    Raises:
+        UserError: the vocabulary has no such token.
     """
-    return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.vocab_size}
+    values = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": pad_token_id(tokenizer, eos_token)}
+    eos = eos_token_id(tokenizer, eos_token)
+    return values if eos is None else {**values, "eos_token_id": eos}
+
+
+def special_values(tokenizer: Tokenizer, eos_token: str | None) -> dict[str, Any]:
+    """Return the special tokens that tokenizer_config.json names, beside those that the tokenizer has by itself."""
+    if eos_token is None:
+        return {}
+    pads = pad_token_id(tokenizer, eos_token) == eos_token_id(tokenizer, eos_token)
+    return {"eos_token": eos_token, "pad_token": eos_token} if pads else {"eos_token": eos_token}
 
 
 def write_config(path: Path, values: object) -> None:

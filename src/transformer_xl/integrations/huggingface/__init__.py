@@ -48,6 +48,7 @@ from transformer_xl.integrations.huggingface.configuration import (  # noqa: E40
 from transformer_xl.integrations.huggingface.modeling import TransformerXLForCausalLM, from_run  # noqa: E402
 from transformer_xl.integrations.huggingface.tokenization import (  # noqa: E402
     TransformerXLTokenizer,
+    TransformerXLTokenizersBackend,
     TransfoXLTokenizer,
 )
 
@@ -56,7 +57,8 @@ for config_class in (PretrainedTransformerXLConfig, TransfoXLConfig):
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 # an old folder's tokenizer_config.json names its class
 AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
-AutoTokenizer.register(PretrainedTransformerXLConfig, TransformerXLTokenizer, exist_ok=True)
+for tokenizer_class in (TransformerXLTokenizersBackend, TransformerXLTokenizer):  # the last without a name in a folder
+    AutoTokenizer.register(PretrainedTransformerXLConfig, tokenizer_class, exist_ok=True)
 AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
 # Trainer's label smoothing shifts the labels of the models named there only
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
@@ -68,5 +70,6 @@ __all__ = [
     "TransfoXLTokenizer",
     "TransformerXLForCausalLM",
     "TransformerXLTokenizer",
+    "TransformerXLTokenizersBackend",
     "from_run",
 ]

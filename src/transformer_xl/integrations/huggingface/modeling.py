@@ -36,7 +36,12 @@ from transformer_xl.integrations.huggingface.configuration import PretrainedTran
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
 from transformer_xl.integrations.huggingface.padding import Padding, masked_padding, read_columns, read_mask
 from transformer_xl.integrations.huggingface.stopping import StopStrings
-from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
+from transformer_xl.integrations.huggingface.tokenization import (
+    OwnTokenizer,
+    TransformerXLTokenizer,
+    TransformerXLTokenizersBackend,
+    transformers_tokenizer,
+)
 from transformer_xl.model.adaptive import AdaptiveEmbedding
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -327,7 +332,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> StoppingCriteriaList:
         """Return the criteria of transformers, but with our own for `stop_strings`."""
         strings = generation_config.stop_strings
-        if is_ours := strings is not None and isinstance(tokenizer, TransformerXLTokenizer):
+        if is_ours := strings is not None and isinstance(tokenizer, OwnTokenizer):
             generation_config = copy.copy(generation_config)
             generation_config.stop_strings = None
         criteria = super()._get_stopping_criteria(  # pyrefly: ignore[bad-argument-type]
@@ -460,17 +465,19 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def from_run(
-    run: Run | Path | str, *, checkpoint: CheckpointName = "best"
-) -> tuple[TransformerXLForCausalLM, TransformerXLTokenizer]:
+    run: Run | Path | str, *, checkpoint: CheckpointName = "best", eos_token: str | None = None
+) -> tuple[TransformerXLForCausalLM, TransformerXLTokenizer | TransformerXLTokenizersBackend]:
     """Return a run's model and tokenizer for transformers, without writing a folder.
 
     Args:
         run: the folder of a run, or a loaded run, whose weights are shared.
         checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last); not
             with a loaded run.
+        eos_token: the token that ends a text, as for `convert`.
 
     Raises:
-        UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
+        UserError: it is not the folder of a run, it has no weights yet, its files are damaged, or its vocabulary has no
+            such token.
     """
     if not isinstance(run, Run):
         run = load(run, device="cpu", checkpoint=checkpoint)
@@ -478,8 +485,8 @@ def from_run(
     with torch.device("meta"):
         model = TransformerXLForCausalLM(config)
     model.model = run.model
-    model.generation_config = GenerationConfig(**generation_values(run.tokenizer))
-    return model.eval(), TransformerXLTokenizer(tokenizer=run.tokenizer)
+    model.generation_config = GenerationConfig(**generation_values(run.tokenizer, eos_token))
+    return model.eval(), transformers_tokenizer(run.tokenizer, eos_token)
 
 
 class _AllLayers:

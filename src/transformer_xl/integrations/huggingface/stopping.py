@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from typing_extensions import override
-
-from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 
 
 class StopStrings(StoppingCriteria):
@@ -23,7 +21,7 @@ class StopStrings(StoppingCriteria):
     it fails where words have no token for that text, and misses characters of several bytes.
     """
 
-    def __init__(self, tokenizer: TransformerXLTokenizer, strings: str | Iterable[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Iterable[str]) -> None:
         """Keep what to look for; arguments are those of `generate`."""
         self._tokenizer = tokenizer
         self._strings = [strings] if isinstance(strings, str) else list(strings)

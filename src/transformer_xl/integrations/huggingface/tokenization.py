@@ -1,40 +1,106 @@
-"""Our tokenizers as tokenizers of transformers: every kind, with the ids of `Tokenizer.encode`."""
+"""Our tokenizers as tokenizers of transformers: every kind, with the ids of `Tokenizer.encode`.
+
+Two classes, as transformers has two: `TransformerXLTokenizersBackend` where the library `tokenizers` encodes, which
+has the place of each token, and `TransformerXLTokenizer`, where our own code does.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import BatchEncoding, PreTrainedTokenizer
+import tokenizers
+from transformers import BatchEncoding, PreTrainedTokenizer, TokenizersBackend
 from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
-from transformer_xl.integrations.checkpoints.pretrained import TOKENIZER_AUTO_MAP, write_code
+from transformer_xl.integrations.checkpoints.pretrained import (
+    FAST_TOKENIZER_AUTO_MAP,
+    TOKENIZER_AUTO_MAP,
+    special_values,
+    write_code,
+)
+from transformer_xl.integrations.checkpoints.transformers_tokenizer import (
+    fast_tokenizer,
+    pad_token_id,
+    token_names,
+)
+from transformer_xl.integrations.checkpoints.transformers_tokenizer import (
+    token_id as id_of_token,
+)
 from transformer_xl.integrations.huggingface.files import HUB_ARGUMENTS, is_transfo_xl, local_folder
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
-from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
-from transformer_xl.text.tokenizers.bpe import byte_of_character
-from transformer_xl.text.tokenizers.char import CharTokenizer
-from transformer_xl.text.tokenizers.integer import IntegerTokenizer
-from transformer_xl.text.tokenizers.storage import TOKENIZER_FILE
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, NamedToken
+from transformer_xl.text.tokenizers.library import LibraryTokenizer
+from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-_CHARACTER_OF_BYTE = {byte: character for character, byte in byte_of_character().items()}
+
+class OwnTokenizer:
+    """What both classes have: texts and files are those of our tokenizer."""
+
+    tokenizer: Tokenizer
+    _is_made = False
+
+    def _load(self, vocab_file: str | None, tokenizer: Tokenizer | None, kwargs: dict[str, Any]) -> Tokenizer:
+        if tokenizer is None:
+            if vocab_file is None:
+                folder = kwargs.get("name_or_path") or "the folder"
+                raise UserError(
+                    f"{folder} has no {TOKENIZER_FILE}, and no tokenizer was given; convert the run again (txl convert "
+                    "RUN DIR --to huggingface), or give vocab_file"
+                )
+            tokenizer = load_tokenizer(vocab_file)
+        self.tokenizer = tokenizer
+        return tokenizer
+
+    def _named_ids(self) -> dict[int, str]:
+        """Return the tokens that a text has by name, unless special tokens are skipped."""
+        end = self.tokenizer.document_end
+        return {} if end is None else {end.id: end.name}
+
+    def _decode(
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        ids = [int(token_ids)] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
+        named, texts = self._named_ids(), list[str]()
+        for is_named, part in groupby(ids, named.__contains__):
+            if not is_named:
+                texts.append(self.tokenizer.decode([*part]))
+            elif not skip_special_tokens:
+                texts += [named[token_id] for token_id in part]
+        return "".join(texts)
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Write txl_tokenizer.json, and the module that `auto_map` names."""
+        name = f"{filename_prefix}-{TOKENIZER_FILE}" if filename_prefix else TOKENIZER_FILE
+        file = Path(save_directory) / name
+        save_tokenizer(self.tokenizer, file)
+        write_code(Path(save_directory))
+        return (str(file),)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoTokenizer") -> None:
+        """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
 
 
-class TransformerXLTokenizer(PreTrainedTokenizer):
+class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
     """Any of our tokenizers.
 
     The ids are those of our tokenizer, but where a text has the name of the beginning-of-sequence token, as programs do
     that put `bos_token` before it: there, it is that token, unless split_special_tokens is set. The name is `<|bos|>`
-    where the vocabulary has no token of its own for it. Padding has the first id after the vocabulary. The
-    end-of-sequence token of words and integers is the end of a line, so decoding keeps it, also with
-    skip_special_tokens.
+    where the vocabulary has no token of its own for it. Padding has the first id after the vocabulary, unless pad_token
+    names a token of it. The end-of-sequence token of words and integers is the end of a line, unless eos_token names
+    another; decoding keeps it, also with skip_special_tokens.
     """
 
     vocab_files_names: dict[str, str] = {"vocab_file": TOKENIZER_FILE}  # noqa: RUF012 (as in the base class)
@@ -61,18 +127,10 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         Raises:
             UserError: the file is missing or damaged.
         """
-        if tokenizer is None:
-            if vocab_file is None:
-                folder = kwargs.get("name_or_path") or "the folder"
-                raise UserError(
-                    f"{folder} has no {TOKENIZER_FILE}, and no tokenizer was given; convert the run again (txl convert "
-                    "RUN DIR --to huggingface), or give vocab_file"
-                )
-            tokenizer = load_tokenizer(vocab_file)
-        self.tokenizer, self.add_bos_token = tokenizer, add_bos_token
+        tokenizer, self.add_bos_token = self._load(vocab_file, tokenizer, kwargs), add_bos_token
         self._tokens: list[str] = []
         self._ids: dict[str, int] = {}
-        for token_id, token in enumerate(_token_names(tokenizer)):
+        for token_id, token in enumerate(token_names(tokenizer)):
             name = token if token not in self._ids else f"{token}#{token_id}"  # a BPE vocabulary may spell one twice
             self._tokens.append(name)
             self._ids[name] = token_id
@@ -81,10 +139,13 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
             pad_token = f"<{pad_token}>"
         while bos_token in self._ids:
             bos_token = f"<{bos_token}>"
-        named = {"eos_token": tokenizer.eos_token_id, "unk_token": tokenizer.unk_token_id}
+        end = tokenizer.document_end
+        named = {"eos_token": end.id if end else tokenizer.eos_token_id, "unk_token": tokenizer.unk_token_id}
         special = {name: self._tokens[token_id] for name, token_id in named.items() if token_id is not None}
-        special["bos_token"] = special.get("eos_token", bos_token)
-        self._is_made = False
+        has_name = "eos_token" in special or isinstance(tokenizer, LibraryTokenizer)
+        special["bos_token"] = self._tokens[tokenizer.bos_token_id] if has_name else bos_token
+        if kwargs.get("eos_token") in self._ids:
+            special["eos_token"] = kwargs["eos_token"]
         # settings of this vocabulary, which a tokenizer_config.json may repeat
         kwargs = {name: value for name, value in kwargs.items() if name not in ("added_tokens_decoder", *special)}
         kwargs = {"clean_up_tokenization_spaces": False, "pad_token": pad_token, **special, **kwargs}
@@ -144,22 +205,9 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         return self._decode([*map(self._convert_token_to_id_with_added_voc, tokens)])
 
     @override
-    def _decode(
-        self,
-        token_ids: int | list[int],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-        **kwargs: Any,
-    ) -> str:
-        ids = [int(token_ids)] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
-        added = {index: token for index, token in self._added_tokens_decoder.items() if index >= self.vocab_size}
-        texts: list[str] = []
-        for is_added, part in groupby(ids, added.__contains__):
-            if not is_added:
-                texts.append(self.tokenizer.decode([*part]))
-            elif not skip_special_tokens:
-                texts += [added[token_id].content for token_id in part]
-        return "".join(texts)
+    def _named_ids(self) -> dict[int, str]:
+        added = {index: str(token) for index, token in self._added_tokens_decoder.items() if index >= self.vocab_size}
+        return super()._named_ids() | added
 
     @override
     def _encode_plus(  # pyrefly: ignore[bad-override]
@@ -198,15 +246,6 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         encoding["offset_mapping"] = offsets[0] if isinstance(text, str) else offsets
         return BatchEncoding(dict(encoding), tensor_type=return_tensors, prepend_batch_axis=isinstance(text, str))
 
-    @override
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
-        """Write txl_tokenizer.json, and the module that `auto_map` names."""
-        name = f"{filename_prefix}-{TOKENIZER_FILE}" if filename_prefix else TOKENIZER_FILE
-        file = Path(save_directory) / name
-        save_tokenizer(self.tokenizer, file)
-        write_code(Path(save_directory))
-        return (str(file),)
-
     @classmethod
     @override
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Self:
@@ -226,35 +265,112 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         settings = {name: value for name, value in kwargs.items() if name not in others and name[0] != "_"}
         return cls(tokenizer=tokenizer, **settings)
 
-    @classmethod
-    @override
-    def register_for_auto_class(cls, auto_class: str = "AutoTokenizer") -> None:
-        """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
-
 
 class TransfoXLTokenizer(TransformerXLTokenizer):
     """The same under the old name, which the tokenizer_config.json of old folders has."""
 
 
-def _token_names(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield for each id how its token is written in the vocabulary.
+class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
+    """Bytes, characters with bytes, BPE, and words between whitespace, encoded by the library `tokenizers`.
 
-    Bytes are written as in GPT-2's vocabulary, the bytes of a character tokenizer as <0x0A>.
+    The ids are those of our tokenizer; only the name of a special token, such as `<|endoftext|>` or `<eos>`, is that
+    token where a text has it. The beginning-of-sequence token of other tokenizers is a newline. Padding is the byte
+    0xFF, which no text has, and with words the first id after the vocabulary, unless pad_token names a token. Decoding
+    keeps newlines, also with skip_special_tokens.
     """
-    if isinstance(tokenizer, WordTokenizer):
-        yield from tokenizer.words
-    elif isinstance(tokenizer, IntegerTokenizer):
-        yield from map(str, range(tokenizer.num_values))
-        if tokenizer.add_eos:
-            yield "<eos>"
-    elif isinstance(tokenizer, CharTokenizer):
-        yield from tokenizer.characters
-        if tokenizer.byte_fallback:
-            yield from (f"<0x{byte:02X}>" for byte in range(256))
-    else:
-        assert isinstance(tokenizer, ByteLevelTokenizer)
-        for content in tokenizer.token_bytes:
-            yield "".join(_CHARACTER_OF_BYTE[byte] for byte in content)
+
+    vocab_files_names: dict[str, str] = {"vocab_file": TOKENIZER_FILE, "tokenizer_file": LIBRARY_FILE}  # noqa: RUF012
+    model_input_names: list[str] = ["input_ids", "attention_mask"]  # noqa: RUF012
+    padding_side = "left"
+    _auto_map = FAST_TOKENIZER_AUTO_MAP
+
+    def __init__(self, vocab_file: str | None = None, *, tokenizer: Tokenizer | None = None, **kwargs: Any) -> None:
+        """Load a tokenizer; arguments are those of `TransformerXLTokenizer`.
+
+        Raises:
+            UserError: the file is missing or damaged, or the tokenizer is one that only `TransformerXLTokenizer` has.
+        """
+        own = self._load(vocab_file, tokenizer, kwargs)
+        content = fast_tokenizer(own)
+        if content is None:
+            raise UserError(
+                f"the library tokenizers cannot do as this {own.kind} tokenizer; use TransformerXLTokenizer"
+            )
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        pad = "<pad>"
+        while self._tokenizer.token_to_id(pad) is not None:
+            pad = f"<{pad}>"
+        self._padding = NamedToken(pad_token_id(own), pad)
+        bos = own.document_end.name if own.document_end else own.decode([own.bos_token_id])
+        special = {"bos_token": bos, "eos_token": own.document_end.name if own.document_end else None}
+        if isinstance(own, WordTokenizer):
+            special = {"bos_token": own.eos_token, "eos_token": own.eos_token, "unk_token": own.unk_token}
+        for name in ("tokenizer_file", "added_tokens_decoder", "bos_token", "unk_token"):
+            kwargs.pop(name, None)
+        kwargs = {**special, "clean_up_tokenization_spaces": False, "pad_token": pad, **kwargs}
+        super().__init__(**kwargs)
+        self._is_made = True
+
+    @classmethod
+    @override
+    def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs: Any) -> dict[str, Any]:
+        return kwargs  # txl_tokenizer.json has all that is needed
+
+    @override
+    def _named_ids(self) -> dict[int, str]:
+        return super()._named_ids() | {self._padding.id: self._padding.name}
+
+    @override
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int | None:  # pyrefly: ignore[bad-override]
+        if token == self._padding.name:
+            return self._padding.id
+        written = self.backend_tokenizer.token_to_id(token)
+        found = id_of_token(self.tokenizer, token) if written is None else written
+        return self.tokenizer.unk_token_id if found is None else found
+
+    @override
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        tokens = super().convert_ids_to_tokens(ids, skip_special_tokens)  # the library has none for padding
+        return (
+            self._padding.name
+            if tokens is None
+            else tokens
+            if isinstance(tokens, str)
+            else [self._padding.name if token is None else token for token in tokens]
+        )
+
+    @override
+    def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """Add nothing: the tokens that are special have ids already; refuse others, which the model could not read.
+
+        Raises:
+            UserError: the vocabulary has no such token.
+        """
+        names = {str(token) for token in new_tokens or ()} - {str(self._special_tokens_map.get("unk_token"))}
+        if {self._convert_token_to_id_with_added_voc(name) for name in names} & {None, self.tokenizer.unk_token_id}:
+            raise UserError("the vocabulary is fixed, because the model's is; leave added tokens out")
+        return 0
+
+    @override
+    def _save_pretrained(self, save_directory: Any, file_names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+        written = super()._save_pretrained(save_directory, file_names, *args, **kwargs)
+        return written + self.save_vocabulary(str(save_directory), kwargs.get("filename_prefix"))
+
+
+def transformers_tokenizer(
+    tokenizer: Tokenizer, eos_token: str | None = None
+) -> TransformerXLTokenizer | TransformerXLTokenizersBackend:
+    """Return a tokenizer as one of transformers, by the library `tokenizers` where that gives the same ids.
+
+    Args:
+        tokenizer: our tokenizer.
+        eos_token: the token that ends a text, as for `convert`.
+
+    Raises:
+        UserError: the vocabulary has no such token.
+    """
+    kind = TransformerXLTokenizer if fast_tokenizer(tokenizer) is None else TransformerXLTokenizersBackend
+    return kind(tokenizer=tokenizer, **special_values(tokenizer, eos_token))
 
 
 def _parts(text: str, bos_token: str) -> list[tuple[int, str]]:
@@ -272,6 +388,8 @@ def token_offsets(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     Raises:
         UserError: the tokenizer changes the text before it splits it.
     """
+    if isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer.places(text)
     if isinstance(tokenizer, ByteLevelTokenizer):
         character_of_byte = [index for index, character in enumerate(text) for _ in character.encode()]
         lengths = (len(tokenizer.token_bytes[token_id]) for token_id in tokenizer.encode(text).tolist())

@@ -1,6 +1,6 @@
 """Tokenizers: text to token ids and back.
 
-`base.py` defines the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the kinds,
+`base.py` defines the interface, `byte.py`, `char.py`, `word.py`, `bpe.py`, `integer.py` and `library.py` the kinds,
 `tokenizer_config.py` and `training.py` the training, and `storage.py` saving and loading. Modules of kinds other than
 byte are imported lazily. (`name as name` makes an imported name public for type checkers.)
 """

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,13 @@ class EncodedChunk:
     """How many of the ids are the unknown token."""
 
 
+class NamedToken(NamedTuple):
+    """A token, and how it is called."""
+
+    id: int
+    name: str
+
+
 class StreamDecoder(Protocol):
     """Decodes tokens one at a time, and withholds text that later tokens can still change."""
 
@@ -87,8 +94,8 @@ class StreamDecoder(Protocol):
 class Tokenizer(Displayed, ABC):
     """Converts text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
 
-    kind: ClassVar[TokenizerKind]
-    """Name of the kind, the value of `txl prepare --tokenizer`."""
+    kind: ClassVar[TokenizerKind | Literal["library"]]
+    """Name of the kind, the value of `txl prepare --tokenizer`; library: of another library, loaded from its file."""
     is_lossless: ClassVar[bool] = True
     """Whether `decode_bytes(encode(text))` restores every text; otherwise whitespace and unknown words are lost."""
     is_text: ClassVar[bool] = True
@@ -120,6 +127,14 @@ class Tokenizer(Displayed, ABC):
         Unless a kind overrides this, it is the end-of-sequence token, or token 0 if the tokenizer has none.
         """
         return self.eos_token_id or 0
+
+    @property
+    def document_end(self) -> NamedToken | None:
+        """The token that ends each document of a corpus, such as `<|endoftext|>`, or None if the tokenizer has none.
+
+        Its own text is empty, and no text is encoded as it, unless another library takes its name for it.
+        """
+        return None
 
     @property
     def unk_token_id(self) -> int | None:
@@ -258,29 +273,17 @@ class ByteLevelTokenizer(Tokenizer):
 
     @cached_property
     def starts_with_whitespace_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) whether the first byte of each token is ASCII whitespace, so that a word before the token has ended."""
-        return np.array([content[:1].isspace() for content in self.token_bytes])
+        """(V,) whether the first byte of each token is ASCII whitespace, so that a word before the token has ended.
+
+        A token without text, the end of a document, ends a word as well.
+        """
+        return np.array([content[:1].isspace() or not content for content in self.token_bytes])
 
     @override
     def word_indices(self, chunk: bytes) -> npt.NDArray[np.int64]:
         ids = self.encode_chunk(chunk).ids
-        if not len(ids):
-            return np.zeros(0, dtype=np.int64)
-        ends_T = np.cumsum([len(self.token_bytes[token]) for token in ids.tolist()])
-        starts_T = np.concatenate([[0], ends_T[:-1]])
-        is_in_word = ~np.isin(np.frombuffer(chunk, dtype=np.uint8), np.frombuffer(_WHITESPACE, dtype=np.uint8))
-        is_word_start = is_in_word & ~np.concatenate([[False], is_in_word[:-1]])
-        num_words = np.cumsum(is_word_start)  # words that start at or before each byte
-        index_T = num_words[starts_T] - is_in_word[starts_T]
-        spanning_T = np.flatnonzero(num_words[ends_T - 1] > index_T + 1)
-        if spanning_T.size:
-            first, token = int(starts_T[spanning_T[0]]), self.token_bytes[int(ids[spanning_T[0]])]
-            raise EncodingError(
-                first,
-                f"the token {quoted(token.decode('utf-8', errors='replace'))} has parts of two words, whose shares of "
-                "its probability are unknown; use a run whose tokenizer splits text at spaces",
-            )
-        return index_T
+        ends_T = np.cumsum([len(self.token_bytes[token]) for token in ids.tolist()], dtype=np.int64)
+        return words_at(chunk, np.concatenate([[0], ends_T])[:-1].astype(np.int64), ends_T)
 
     @override
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
@@ -311,6 +314,30 @@ class _Utf8StreamDecoder:
     def finish(self) -> str:
         """Return U+FFFD if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
+
+
+def words_at(chunk: bytes, starts_T: npt.NDArray[np.int64], ends_T: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return for tokens at places of a text, in bytes, which word of `chunk.split()` each belongs to, shape (T,).
+
+    Raises:
+        EncodingError: a token has parts of two words.
+    """
+    if not chunk:
+        return np.zeros(len(starts_T), dtype=np.int64)
+    is_in_word = ~np.isin(np.frombuffer(chunk, dtype=np.uint8), np.frombuffer(_WHITESPACE, dtype=np.uint8))
+    is_word_start = is_in_word & ~np.concatenate([[False], is_in_word[:-1]])
+    num_words = np.cumsum(is_word_start)  # words that start at or before each byte
+    first_T = np.minimum(starts_T, len(chunk) - 1)  # of another library, a token may have no place of its own
+    index_T = num_words[first_T] - is_in_word[first_T]
+    spanning_T = np.flatnonzero(num_words[np.maximum(ends_T - 1, first_T)] > index_T + 1)
+    if spanning_T.size:
+        first, end = int(starts_T[spanning_T[0]]), int(ends_T[spanning_T[0]])
+        raise EncodingError(
+            first,
+            f"the token {quoted(chunk[first:end].decode('utf-8', errors='replace'))} has parts of two words, whose "
+            "shares of its probability are unknown; use a run whose tokenizer splits text at spaces",
+        )
+    return index_T
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:

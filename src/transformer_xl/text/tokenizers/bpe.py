@@ -2,7 +2,8 @@
 
 Each line is encoded separately, including its newline, so that splitting a text at newlines does not change its tokens.
 Every byte is a token, so that decoding restores every Unicode text. A `tokenizer.json` from another source, such as
-GPT-2's, is accepted if it is lossless too; its special tokens are encoded like any other text.
+GPT-2's, is accepted if it is lossless too; its special tokens are encoded like any other text. One of them may end
+documents.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -27,23 +28,26 @@ import numpy as np
 from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk, decode_utf8, token_dtype
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk, NamedToken, decode_utf8, token_dtype
 from transformer_xl.text.tokenizers.chunking import last_match_in_line
 
 if TYPE_CHECKING:
     import tokenizers
 
 _MAX_TRAINED_BYTES = 256  # of a word; longer ones are cut where tokens are chosen
-_BATCH_LINES = 512  # encoded at once; each token takes about 150 bytes of memory during encoding
+BATCH_LINES = 512
+"""Number of lines that are encoded at once; each token takes about 150 bytes of memory during encoding."""
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
 """Types of pre-tokenizers of the library that can keep every character."""
 _UNSUPPORTED = ("normalizer", "truncation", "padding", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a tokenizer and of its BPE model that can change the text or its tokens."""
-# A text that shows whether a tokenizer is lossless.
-_PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, characters of one to four bytes
+PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, characters of one to four bytes
     "".join(map(chr, range(0x180)))
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
 )
+"""A text that shows whether a tokenizer is lossless."""
+DOCUMENT_ENDS = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"
+"""Names of special tokens that end documents, the first that a tokenizer has."""
 # A space that precedes a word: the next character is neither ASCII whitespace (excluded by the first line) nor Unicode
 # whitespace (the second line, in UTF-8). `.{2}` requires all its bytes, at most three.
 _SPACE = re.compile(
@@ -69,14 +73,21 @@ class BPETokenizer(ByteLevelTokenizer):
 
     tokenizer_json: str
     """The content of `tokenizer.json`."""
+    document_end_token: str | None = None
+    """The special token that ends documents; None in files of before, where none did."""
 
     kind = "bpe"
 
     @property
     @override
     def bos_token_id(self) -> int:
-        """The token that is a single newline."""
-        return self.token_bytes.index(b"\n")
+        """The token that ends documents, or if there is none the one that is a single newline."""
+        return self.token_bytes.index(b"\n") if self.document_end is None else self.document_end.id
+
+    @cached_property
+    @override
+    def document_end(self) -> NamedToken | None:
+        return next((token for token in special_tokens(self._values) if token.name == self.document_end_token), None)
 
     @cached_property
     def _values(self) -> dict[str, Any]:
@@ -85,13 +96,7 @@ class BPETokenizer(ByteLevelTokenizer):
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        if multiprocessing.parent_process() is not None:  # worker processes already use all cores, so disable threads
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_str(self.tokenizer_json)
-        tokenizer.encode_special_tokens = True  # as text, not as special tokens
-        return tokenizer
+        return load_json(self.tokenizer_json)
 
     @cached_property
     @override
@@ -102,6 +107,8 @@ class BPETokenizer(ByteLevelTokenizer):
             if token_id not in contents:
                 is_bytes = all(character in byte_of for character in token)
                 contents[token_id] = bytes(map(byte_of.__getitem__, token)) if is_bytes else token.encode("utf-8")
+        if self.document_end is not None:
+            contents[self.document_end.id] = b""
         return [contents[token_id] for token_id in range(len(contents))]
 
     @override
@@ -119,43 +126,85 @@ class BPETokenizer(ByteLevelTokenizer):
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         lines = lines_of(decode_utf8(chunk))
-        batches = (lines[start : start + _BATCH_LINES] for start in range(0, len(lines), _BATCH_LINES))
+        batches = (lines[start : start + BATCH_LINES] for start in range(0, len(lines), BATCH_LINES))
         encodings = (self._tokenizer.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
         ids = chain.from_iterable(line.ids for encoding in encodings for line in encoding)
         return EncodedChunk(np.fromiter(ids, dtype=np.int64).astype(token_dtype(self.vocab_size)))
 
     @override
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "tokenizer": self._values}
+        end = {} if self.document_end_token is None else {"document_end_token": self.document_end_token}
+        return {"kind": self.kind, "tokenizer": self._values, **end}
+
+    @classmethod
+    def of_library(cls, content: Mapping[str, Any]) -> BPETokenizer:
+        """Create the tokenizer from a tokenizer.json; one of its special tokens ends documents if it has such a name.
+
+        Raises:
+            ValueError: as for `from_json`.
+        """
+        with library_errors("tokenizers"):
+            names = [token.name for token in special_tokens(content)]
+        end = next((name for name in DOCUMENT_ENDS if name in names), None)
+        return cls.from_json({"tokenizer": content, "document_end_token": end})
 
     @classmethod
     @override
     def from_json(cls, values: Mapping[str, Any]) -> BPETokenizer:
-        """Create the tokenizer from {"tokenizer": the content of tokenizer.json}.
+        """Create the tokenizer from {"tokenizer": the content of tokenizer.json, "document_end_token": its name}.
 
         Raises:
             ValueError: the tokenizer is damaged, or does not restore every text exactly.
         """
-        content = values.get("tokenizer")
+        content, end = values.get("tokenizer"), values.get("document_end_token")
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
             raise ValueError("it has no BPE model")
         for name in _UNSUPPORTED:  # checked first, since loading some of these can crash the library
             if content.get(name) or content["model"].get(name):
                 raise ValueError(f"it has {name}, which can change the text or its tokens")
-        tokenizer = cls(json.dumps(content))
-        try:
-            _check_ids(content)
+        tokenizer = cls(json.dumps(content), end)
+        with library_errors("tokenizers"):
+            check_ids(content)
+            if end is not None and end not in (token.name for token in special_tokens(content)):
+                raise ValueError(f"{end!r} is none of its special tokens")
             _check_structure(json.loads(tokenizer._tokenizer.to_str()))
-            decoded = tokenizer.decode_bytes(tokenizer.encode(_PROBE))
-        except ValueError:
-            raise
-        except BaseException as error:  # the library raises plain Exception, and in Rust panics, which are none
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"the library tokenizers cannot use it ({' '.join(str(error).split())})") from None
-        if decoded != _PROBE.encode("utf-8"):
+            decoded = tokenizer.decode_bytes(tokenizer.encode(PROBE))
+        if decoded != PROBE.encode("utf-8"):
             raise ValueError("it changes the text")
         return tokenizer
+
+
+def load_json(content: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a tokenizer.json, which encodes special tokens like any other text."""
+    if multiprocessing.parent_process() is not None:  # worker processes already use all cores, so disable threads
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(content)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@contextmanager
+def library_errors(name: str) -> Iterator[None]:
+    """Convert what another library raises in the block, with its name in the message.
+
+    Raises:
+        ValueError: it raised anything; a ValueError of ours passes as it is.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except BaseException as error:  # the library raises plain Exception, and in Rust panics, which are none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library {name} cannot use it ({' '.join(str(error).split())})") from None
+
+
+def special_tokens(values: Mapping[str, Any]) -> list[NamedToken]:
+    """Return the special tokens of a tokenizer.json."""
+    return [NamedToken(token["id"], token["content"]) for token in values.get("added_tokens", ()) if token["special"]]
 
 
 def train_bpe(lines: Iterable[list[str]], vocab_size: int) -> BPETokenizer:
@@ -226,13 +275,16 @@ def lines_of(text: str) -> list[str]:
     return io.StringIO(text).readlines()
 
 
-def _check_ids(values: Mapping[str, Any]) -> None:
+def check_ids(values: Mapping[str, Any]) -> None:
     """Check the ids of a tokenizer before the library has it, which makes room up to the largest, and renumbers some.
 
     Raises:
         ValueError: they are not 0, 1, 2, ...
     """
-    tokens = values["model"]["vocab"] | {token["content"]: token["id"] for token in values.get("added_tokens", ())}
+    vocab = values["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, with scores
+        vocab = {token: token_id for token_id, (token, _) in enumerate(vocab)}
+    tokens = vocab | {token["content"]: token["id"] for token in values.get("added_tokens", ())}
     if sorted(tokens.values()) != list(range(len(tokens))):
         raise ValueError("its token ids are not 0, 1, 2, ... without gaps and duplicates")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections import Counter
@@ -14,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import as_user_error, check_not_special, parse_json, write_json
+from transformer_xl.files import as_user_error, check_not_special, parse_json, read_bytes, write_json
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
 from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS
 
 TOKENIZER_FILE = "txl_tokenizer.json"
-_LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
+LIBRARY_FILE = "tokenizer.json"
+"""The file of a tokenizer of the Hugging Face library `tokenizers`."""
 _TOKEN_KEYS = ("words", "characters", "num_values", "counts", "midi")  # the keys of the JSON that are no settings
 _KINDS = ", ".join(TOKENIZER_KINDS)
 _COPY_AGAIN = "copy it again from its source, or make the corpus again with 'txl prepare'"
@@ -34,26 +36,36 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file, or from the folder that contains it. The content determines the format.
 
     Args:
-        path: the folder of a run or corpus, a `txl_tokenizer.json`, or a `tokenizer.json` of the library `tokenizers`
-            (byte-level BPE) or the folder that contains one.
+        path: the folder of a run or corpus, a `txl_tokenizer.json`; or a `tokenizer.json` of the library `tokenizers`
+            or the folder that contains one, or a `.model` of sentencepiece. Byte-level BPE that restores every text
+            becomes a `BPETokenizer`, another one a `LibraryTokenizer`.
 
     Raises:
-        UserError: the tokenizer is missing or damaged, or is a BPE tokenizer that can change text:
-            decoding would not always restore it.
+        UserError: the tokenizer is missing or damaged, or its library cannot use it.
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):
-        names = [TOKENIZER_FILE, _LIBRARY_FILE] if path.is_dir() else [""]
+        names = [TOKENIZER_FILE, LIBRARY_FILE] if path.is_dir() else [""]
         file = next((path / name for name in names if (path / name).is_file()), path)
         if not file.is_file() and path.name != TOKENIZER_FILE:
             raise UserError(
                 f"no tokenizer at {path}{nearest(str(path), TOKENIZER_KINDS)}; give one of the kinds {_KINDS}, the "
-                f"folder of a run or corpus, its {TOKENIZER_FILE}, or a {_LIBRARY_FILE} of the library tokenizers"
+                f"folder of a run or corpus, its {TOKENIZER_FILE}, a {LIBRARY_FILE} of the library tokenizers, or a "
+                ".model of sentencepiece"
             )
-    values, advice = read_json_object(file), "copy it again, or use another"
-    if "model" in values and "kind" not in values:  # written by the library
-        values, advice = {"kind": "bpe", "tokenizer": values}, "use a byte-level one such as GPT-2's, or tokenizer=bpe"
-    return tokenizer_from_json(values, str(file), advice)
+    if file.suffix == ".model":
+        content = base64.b64encode(read_bytes(file)).decode()
+        return tokenizer_from_json({"kind": "library", "library": "sentencepiece", "content": content}, str(file))
+    values = read_json_object(file)
+    if "model" not in values or "kind" in values:
+        return tokenizer_from_json(values, str(file))
+    from transformer_xl.text.tokenizers.bpe import BPETokenizer
+
+    try:  # written by the library
+        return BPETokenizer.of_library(values)
+    except ValueError:
+        values = {"kind": "library", "library": "tokenizers", "content": values}
+        return tokenizer_from_json(values, str(file), "get it again, or use another such as tokenizer=bpe")
 
 
 def tokenizer_from_json(
@@ -70,7 +82,7 @@ def tokenizer_from_json(
         UserError: the kind is unknown, or the values are invalid for this kind.
     """
     kind = values.get("kind")
-    if kind not in TOKENIZER_KINDS:
+    if kind not in (*TOKENIZER_KINDS, "library"):
         raise UserError(
             f"{source}: no tokenizer of kind {kind!r}{nearest(str(kind), TOKENIZER_KINDS)}; expected one of {_KINDS}"
         )
@@ -82,6 +94,8 @@ def tokenizer_from_json(
         if tokenizer.to_json() != values:
             raise ValueError("it has settings or values that such a tokenizer does not have")
     except ValueError as error:
+        if isinstance(error, UserError):  # a library that is missing
+            raise
         raise UserError(f"{source}: not a valid {kind} tokenizer, {error}; {advice}") from None
     return tokenizer
 
@@ -142,7 +156,9 @@ def _tokens(tokenizer: Tokenizer) -> Sequence[str]:
     """Return the tokens in the order of their ids; none for integers, which are the same in all vocabularies."""
     if isinstance(tokenizer, ByteLevelTokenizer):
         return [content.decode("utf-8", errors="backslashreplace") for content in tokenizer.token_bytes]
-    return tokenizer.to_json().get("words", ())
+    from transformer_xl.text.tokenizers.library import LibraryTokenizer
+
+    return tokenizer.names if isinstance(tokenizer, LibraryTokenizer) else tokenizer.to_json().get("words", ())
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
