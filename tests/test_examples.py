@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -19,6 +20,18 @@ def test_train_example_stops_resumes_and_finishes(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert re.search(r"stopped at step (11|21) of 24", out)
     assert "finished: True" in out
+
+
+def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    scale = {"STEPS = 600": "STEPS = 6", "[a-z]*.py": "[a-c]*.py", "=30_000": "=500", "=4096": "=300"}
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for words, fewer in scale.items():
+        assert source.count(words) == 1
+        source = source.replace(words, fewer)
+    exec(compile(source, "tour.ipynb", "exec"), {})
+    assert len(re.findall(r"memory of +\d+ tokens: \d\.\d+ bits per byte", capsys.readouterr().out)) == 4
 
 
 def test_ppo_example_trains_each_agent_and_draws_their_curves(
