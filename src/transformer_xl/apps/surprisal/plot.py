@@ -1,11 +1,13 @@
-"""A plot of surprisals by word, for `txl score --per word`."""
+"""Plots of surprisals by word, for `txl score --per word`, and of fits to reading times, for `txl reading-times`."""
 
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from transformer_xl.apps.surprisal.reading_time_fits import ReadingTimeFits
 from transformer_xl.apps.surprisal.surprisal import ALONE, SurprisalTable
 from transformer_xl.plots import COLOURS, STYLES, tidy
 
@@ -41,3 +43,34 @@ def draw_surprisal(table: SurprisalTable) -> Figure:
 def _label(column: str) -> str:
     name = column.removeprefix("surprisal_bits_")
     return "alone" if column == ALONE else f"with text before, {name.replace('_', ' ')}"
+
+
+def draw_fits(fits: ReadingTimeFits) -> Figure:
+    """Draw the differences of log-likelihood over the length, with a line for memory and windows of each n-gram order.
+
+    Bars are intervals of 95% of each; those of two lengths overlap also where their difference is certain.
+    """
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    lines = dict[str, list[tuple[int, dict[str, Any]]]]()
+    for row in fits.rows:
+        kind = "attention window" if row["memory_length"] is None else "memory length"
+        order = f", n-grams of up to {row['ngram_order']}" if row["ngram_order"] else ""
+        length = row["attention_window"] if row["memory_length"] is None else row["memory_length"]
+        lines.setdefault(kind + order, []).append((length, row))
+    for label, colour, style in zip(lines, cycle(COLOURS), cycle(STYLES), strict=False):
+        points = sorted(lines[label], key=lambda point: point[0])
+        y = [1000 * row["delta_nats"] for _, row in points]
+        ends = [[1000 * row[f"delta_{end}"] for _, row in points] for end in ("low", "high")]
+        bars = [[abs(value - end) for value, end in zip(y, values, strict=True)] for values in ends]
+        x = [length for length, _ in points]
+        axes.errorbar(x, y, bars, fmt=style, color=colour, markersize=4, linewidth=1.6, capsize=3, label=label)
+    ticks = sorted({length for points in lines.values() for length, _ in points})
+    axes.set_xscale("symlog", base=2, linthresh=min((tick for tick in ticks if tick), default=1))
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    axes.axhline(0, color="0.45", linestyle=":", linewidth=1.2)
+    axes.set(xlabel="tokens", ylabel="gain of log-likelihood\n(nats per 1,000 readings)")
+    tidy(axes)
+    axes.legend(frameon=False)
+    return figure
