@@ -293,9 +293,13 @@ def test_the_command_prints_what_the_library_computes(folder: Path) -> None:
     assert formula in table.err
 
 
-def test_plot_has_a_line_for_each_kind(fitted: ReadingTimeFits) -> None:
-    (axes,) = draw_fits(fitted).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["memory length"]
+def test_plot_shows_gains_and_differences(fitted: ReadingTimeFits) -> None:
+    gains, behind = draw_fits(fitted).axes
+    assert [text.get_text() for text in gains.get_legend().get_texts()] == ["memory length"]
+    for axes, name in ((gains, "delta_nats"), (behind, "behind_nats")):
+        (x, y) = axes.containers[0].lines[0].get_data()
+        assert x.tolist() == [1, 3]
+        assert y.tolist() == [1000 * row[name] for row in fitted.rows]
 
 
 @pytest.mark.parametrize(
