@@ -57,6 +57,22 @@ def test_sentences_have_the_probability_of_score(run: Run) -> None:
         assert row["is_correct"] == (row["logprob_good"] > row["logprob_bad"])
 
 
+def test_sentences_have_the_probability_of_lm_eval(tmp_path: Path) -> None:
+    """As its task `blimp` asks for it."""
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    from transformer_xl.integrations.lm_eval.model import TxlLM
+
+    run = make_run(tmp_path / "run", noise=0.3, dropout=0.0)
+    requests = [
+        instance(request_type="loglikelihood", doc={}, arguments=("", text), idx=0)
+        for pair in SENTENCES
+        for text in pair
+    ]
+    theirs = [logprob for logprob, _ in TxlLM(run, memory_length=5).loglikelihood(requests, disable_tqdm=True)]
+    ours = minimal_pairs(run, [MinimalPair(*pair) for pair in SENTENCES], memory_length=5)
+    assert [row[name] for row in ours for name in ("logprob_good", "logprob_bad")] == theirs
+
+
 def test_accuracies_are_by_group() -> None:
     run = make_run_scores([(-1, -2), (-2, -1), (-3, -3), (-1, -5)])
     assert run == [
