@@ -267,6 +267,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+BEHIND = ("behind_nats", "behind_low", "behind_high")
 FLAGS = "--memory-lengths 1,3 --attention-windows 2 --frequencies frequencies.csv"
 
 
@@ -290,6 +291,10 @@ def test_the_command_prints_what_the_library_computes(folder: Path) -> None:
     assert "232 readings, 10 parts of texts held out in turn" in table.out
     assert "memory_3" in table.out
     assert "mixed models" in table.out
+    words = (
+        "reading-times run times.csv --memory-lengths none --attention-windows 2 --frequencies frequencies.csv --json"
+    )
+    assert txl(*words.split()).object["settings"] == [{**fits.rows[2], **dict.fromkeys(BEHIND, 0.0)}]
     assert formula in table.err
 
 

@@ -10,8 +10,8 @@ from transformer_xl.config.settings import INT32_MAX, Settings
 
 
 def _split(value: Any) -> Any:
-    """Split several numbers in one string, such as `4,16`, as a flag gives them."""
-    return value.split(",") if isinstance(value, str) else value
+    """Split several numbers in one string, such as `4,16`, as a flag gives them; None is none of them."""
+    return value.split(",") if isinstance(value, str) else () if value is None else value
 
 
 _Lengths = Annotated[tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...], BeforeValidator(_split)]
@@ -51,12 +51,12 @@ class ReadingTimeSweep(Settings):
 
     memory_lengths: _Lengths = (4, 16, 64, 256)
     """Memory lengths in tokens. Unless segment_length is given, each token sees exactly so many before it in each
-    layer, wherever it is in its segment."""
+    layer, wherever it is in its segment; none: only attention windows are compared."""
     attention_windows: _Counts = ()
     """Numbers of tokens that alone each token is predicted from, without memory (method sliding-window)."""
     ngram_orders: _Counts = ()
     """The longest n-grams whose embeddings are added, each with all lengths and windows; 1: none of them. The model was
-    trained with all, so this takes away, as a lesion does. [all]"""
+    trained with all, so this takes away, as a lesion does. none: all of the model."""
     spillover: int = Field(default=1, ge=0, le=100)
     """Number of words before each whose predictors are used too."""
     log_times: bool = False
