@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import training_runs
+
+from transformer_xl import ReadingTimeSweep, corpus_word_counts, fit_reading_times, load, read_reading_times, train
+from transformer_xl.config import run_settings
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
+from transformer_xl.text.tokenizers import ByteTokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -63,3 +70,25 @@ def test_corridor_shows_the_cue_once_and_pays_for_the_right_turn() -> None:
     assert done_E.all()
     assert reward_E.tolist() == [1.0, 1.0, -1.0, -1.0]
     assert right_E.tolist() == [True, True, False, False]
+
+
+def test_simulated_readers_need_what_they_are_said_to(tmp_path: Path) -> None:
+    """Without noise, times are an exact sum: a fit at their memory length finds the milliseconds for each bit."""
+    text = "".join(f"the {word} saw a {word[::-1]} and then the other one\n" for word in "abcdefgh" * 12).encode()
+    corpus = write_corpus(
+        tmp_path / "corpus",
+        {"train": [Document("train", [text])], "test": [Document("test", [text[::-1]])]},
+        name="tiny",
+        source="a test",
+        tokenizer=ByteTokenizer(),
+    )
+    config = run_settings({"model": training_runs.MODEL, "train": training_runs.TRAIN}, "test")
+    train(config, corpus, tmp_path / "run", **training_runs.OPTIONS)
+    main = runpy.run_path(str(EXAMPLES / "simulated_readers.py"))["main"]
+    quiet = {"noise": 0.0, "word_sd": 0.0, "readers": 1}
+    main(tmp_path / "run", memory_length=3, out=tmp_path / "times.csv", texts=10, words=20, ms_per_bit=5.0, **quiet)
+    times = read_reading_times("times.csv", (tmp_path / "times.csv").read_bytes())
+    run = load(tmp_path / "run", device="cpu")
+    fits = fit_reading_times(run, times, corpus_word_counts(corpus), ReadingTimeSweep(memory_lengths=(3,)))
+    assert fits.rows[0]["per_bit"] == pytest.approx(5, abs=0.05)  # times have tenths of ms
+    assert fits.rows[0]["previous_per_bit"] == pytest.approx(2.5, abs=0.05)

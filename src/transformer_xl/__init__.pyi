@@ -19,6 +19,26 @@ from transformer_xl.evaluation.evaluate import EvaluationResult as EvaluationRes
 from transformer_xl.evaluation.plan import EvaluationPlan as EvaluationPlan
 from transformer_xl.evaluation.score import TextScore as TextScore, score as score
 from transformer_xl.evaluation.stream import ScoredTokens as ScoredTokens, SurprisalStream as SurprisalStream
+from transformer_xl.apps.surprisal.minimal_pairs import (
+    MinimalPair as MinimalPair,
+    MinimalPairScores as MinimalPairScores,
+    minimal_pairs as minimal_pairs,
+    read_minimal_pairs as read_minimal_pairs,
+)
+from transformer_xl.apps.surprisal.reading_time_config import (
+    ReadingTimeSweep as ReadingTimeSweep,
+    TableLayout as TableLayout,
+)
+from transformer_xl.apps.surprisal.reading_time_fits import (
+    ReadingTimeFits as ReadingTimeFits,
+    fit_reading_times as fit_reading_times,
+)
+from transformer_xl.apps.surprisal.reading_times import (
+    ReadingTimes as ReadingTimes,
+    corpus_word_counts as corpus_word_counts,
+    read_reading_times as read_reading_times,
+    read_word_counts as read_word_counts,
+)
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
 from transformer_xl.generation.beam_search import beam_search as beam_search
 from transformer_xl.generation.completion import Completion as Completion

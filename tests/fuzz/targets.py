@@ -582,6 +582,52 @@ def experiment_items(folder: Path) -> Prepared:
 
 
 @target(mutations.of_bytes)
+def reading_time_tables(folder: Path) -> Prepared:
+    """Tables of reading times and of word frequencies; a byte says which, and how numbers and words are read."""
+    from transformer_xl import ReadingTimeSweep, TableLayout, fit_reading_times, read_reading_times, read_word_counts
+    from transformer_xl.apps.surprisal.items import TextItem
+
+    run, texts = make_run(folder / "run"), [TextItem({"item": 1}, "The dog, ran away."), TextItem({"item": "b"}, "No.")]
+    words = list(enumerate(texts[0].text.split(), start=1))
+    rows = [f'r{reader},1,{number},"{word}",{300 + 7 * number}' for reader in range(40) for number, word in words]
+    table = "\n".join(["reader,item,word_number,word,time", *rows, "r1,b,1,No.,NA", "r2,b,1.0,No.,0"]).encode()
+    seeds = [b"0" + table, b"1" + table.replace(b",", b";").replace(b'"dog;"', b"dog,"), b"2word,count\nThe,3\ndog,4\n"]
+    layouts = [TableLayout(), TableLayout(decimal="comma", match="letters", quotes=False, first_word_number=1)]
+
+    def check(content: bytes) -> None:
+        kind = content[0] % 3 if content else 0
+        if kind == 2:
+            read_word_counts("counts", content[1:])
+            return
+        for given in (None, texts):
+            times = read_reading_times("table", content[1:], layouts[kind], given)
+        if sum(map(len, times.texts.values())) < 50:
+            fit_reading_times(run, times, {"the": 3}, ReadingTimeSweep(memory_lengths=(2,))).to_csv()
+
+    return seeds, check
+
+
+@target(mutations.of_json)
+def minimal_pair_files(folder: Path) -> Prepared:
+    """JSON lines of `txl minimal-pairs`."""
+    from transformer_xl import minimal_pairs, read_minimal_pairs
+
+    run = make_run(folder / "run")
+    pairs = [{"sentence_good": "The dog ran.", "sentence_bad": "The dog run.", "UID": "a", "field": 5, "before": "So"},
+             {"sentence_good": "\ud83d", "sentence_bad": "No", "before": ""}]  # fmt: skip
+    seeds = ["\n".join(map(json.dumps, part)).encode() for part in (pairs[:1], pairs)]
+
+    def check(content: bytes) -> None:
+        pairs = read_minimal_pairs("pairs", content, context_field="before")
+        if sum(len(pair.good + pair.bad + pair.context) for pair in pairs) < 500:
+            scores = minimal_pairs(run, pairs, context="It.")
+            scores.accuracies()
+            scores.to_csv()
+
+    return seeds, check
+
+
+@target(mutations.of_bytes)
 def text_sources(folder: Path) -> Prepared:
     """Texts and arrays that `txl prepare` reads, by the suffix: a byte says which."""
     import bz2

@@ -63,9 +63,11 @@ GIVEN = {
     "wt.train wt.valid wt.test OLD-MODEL train.txt valid.txt test.txt",
     "generation.md": "runs/demo/run page.txt",
     "migrating.md": "runs/mine=word downloads/transfo-xl-wt103 book.txt corpora/enwik8",
+    "minimal-pairs.md": "runs/ptb",
     "music.md": "melodies/ start.mid",
     "penn-treebank.md": "corpora/ptb",
     "quickstart.md": "my-texts/",
+    "reading-times.md": "corpora/ptb times.csv",
     "scaling.md": "corpora/mine runs/mine",
     "serving-api.md": "runs/mine",
     "sessions.md": "runs/mine",
@@ -180,6 +182,10 @@ def give(name: str, world: Path) -> None:
         (path / "a.txt").write_text(TEXT * 40)
     elif path.suffix == ".yaml":
         path.write_text(smaller(run_config.recipe_text("small")))
+    elif name == "times.csv":
+        words = [(number, word) for number, word in enumerate((TEXT * 3).split(), start=1)]
+        rows = [f'r{reader},t,{number},"{word}",{300 + number % 7}' for reader in range(3) for number, word in words]
+        path.write_text("\n".join(["reader,item,word_number,word,time", *rows]))
     elif path.suffix == ".csv":
         path.write_text(CSV)
     elif path.suffix == ".npy":

@@ -24,6 +24,8 @@ COMMANDS = {
     "finetune": "Train the weights of a run further on another corpus, as a new run.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
+    "reading-times": "Fit reading times by surprisal at several memory lengths, attention windows and n-gram orders.",
+    "minimal-pairs": "Compare the probabilities of the sentences of minimal pairs, as in BLiMP: accuracy by group.",
     "watch": "Read a text as it is written, and print the lines that surprise a run.",
     "generate": "Generate text with a trained model.",
     "serve": "Serve runs over HTTP: OpenAI's API, and sessions whose memory stays on the server.",
@@ -40,6 +42,8 @@ APPS = {
     "reproduce": "reproduce.command",
     "analyze": "analyze.commands",
     "watch": "watch.command",
+    "reading-times": "surprisal.reading_times_command",
+    "minimal-pairs": "surprisal.minimal_pairs_command",
 }
 """The module in `apps/` of each command that is not of the core."""
 
@@ -62,7 +66,7 @@ def build_app() -> App:
     )
     for name, help_line in COMMANDS.items():
         module = f"apps.{APPS[name]}" if name in APPS else f"cli.{name}"
-        app.command(f"transformer_xl.{module}:{name}", name=name, help=help_line)
+        app.command(f"transformer_xl.{module}:{name.replace('-', '_')}", name=name, help=help_line)
     return app
 
 

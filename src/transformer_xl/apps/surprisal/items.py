@@ -63,27 +63,37 @@ def read_items(
 
     Args:
         name: name of the file, for messages.
-        content: its content in UTF-8, without byte order mark.
+        content: its content in UTF-8.
         input_format: its format.
         columns: columns of CSV and JSON lines.
 
     Raises:
         UserError: the file is not UTF-8, is empty or damaged, lacks a column, or has an item without text or labels.
     """
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"{name}: byte {error.start:,}: not UTF-8 (byte 0x{content[error.start]:02x})"
-        raise UserError(f"{place}; save it as UTF-8") from None
+    text = decode_table(name, content)
     if input_format == "text":
         lines = text.removesuffix("\n").split("\n") if text else []
         items = [TextItem({"item": number}, line.removesuffix("\r")) for number, line in enumerate(lines, start=1)]
     else:
-        rows = _json_rows(name, text) if input_format == "jsonl" else _csv_rows(name, text, input_format)
+        delimiter = "\t" if input_format == "tsv" else ","
+        rows = json_rows(name, text) if input_format == "jsonl" else csv_rows(name, text, delimiter)
         items = [item_of(row, columns or ItemColumns(), place) for place, row in rows]
     if not any(item.text.split() for item in items):
         raise UserError(f"{name}: the text is empty; give at least one line or row with a text")
     return items
+
+
+def decode_table(name: str, content: bytes) -> str:
+    """Return the content of a file as text, without a byte order mark.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        place = f"{name}: byte {error.start:,}: not UTF-8 (byte 0x{content[error.start]:02x})"
+        raise UserError(f"{place}; save it as UTF-8") from None
 
 
 def item_of(row: Mapping[str, Any], columns: ItemColumns, place: str) -> TextItem:
@@ -122,11 +132,21 @@ def _label(value: Any, column: str, place: str) -> str | int:
     raise UserError(f"{place}: column '{column}' holds {value!r}; expected text or an integer that names the item")
 
 
-def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield where each row is, and its values by column."""
+def csv_rows(name: str, text: str, delimiter: str, *, quotes: bool = True) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield where each row of a table with a header is, and its values by column.
+
+    Args:
+        name: name of the file, for messages.
+        text: its content.
+        delimiter: what separates columns.
+        quotes: whether quotation marks enclose values; otherwise they belong to them.
+
+    Raises:
+        UserError: it is no such table.
+    """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
-    delimiter = "\t" if input_format == "tsv" else ","
-    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="", delimiter=delimiter, strict=True)
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     try:
         header = reader.fieldnames or ()
         other = [mark for mark in ";\t," if len(header) == 1 and mark != delimiter and mark in header[0]]
@@ -137,7 +157,7 @@ def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple
             raise UserError(f"{name}: two columns have the same name; rename one of {', '.join(header)}")
         for row in reader:
             place = f"{name}: line {reader.line_num:,}"
-            if "" in row or None in row.values():
+            if None in row or None in row.values():
                 raise UserError(
                     f"{place}: not one value for each of the columns {', '.join(header)}; put a text with a comma, tab "
                     "or quotation mark in quotation marks, and double those inside"
@@ -149,8 +169,12 @@ def _csv_rows(name: str, text: str, input_format: InputFormat) -> Iterator[tuple
         ) from None
 
 
-def _json_rows(name: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each object is, and the object."""
+def json_rows(name: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each object of JSON lines is, and the object.
+
+    Raises:
+        UserError: a line is no JSON object.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -137,29 +137,17 @@ def surprisal(
         raise UserError(f"no whitespace {whitespace!r}; give one of {', '.join(get_args(Whitespace))}")
     plans = surprisal_plans(run, config, memory_lengths)
     checked = _checked_items(items, columns or ItemColumns())
-    tokenizer = run.tokenizer
-    rows, tokens_K, row_K, start_I = _encode(tokenizer, checked)
-    check_token_ids(tokens_K, run.model.config.vocab_size)
+    words = WordTokens.of_items(run.tokenizer, checked)
+    check_token_ids(words.tokens_K, run.model.config.vocab_size)
     longest = max(plans.values(), key=lambda plan: plan.context_limits.memory_length)
-    model, ends_word_K = longest.model_of(run), None
-    if whitespace == "trailing" and isinstance(tokenizer, ByteLevelTokenizer):
-        ends_word_K = _ends_word(tokenizer, tokens_K, start_I)
-        model = cast(TokenModel, _WithWordEnds(model, tokenizer.starts_with_whitespace_V))
+    model, rows = longest.model_of(run), words.rows
     document_I = [item.document for item in checked]
     is_first_I = [index == 0 or document_I[index - 1] != document for index, document in enumerate(document_I)]
-    readings = {ALONE: (replace(longest, reset_memory=True), start_I)}
-    readings |= {f"surprisal_bits_{name}": (plan, start_I[is_first_I]) for name, plan in plans.items()}
+    readings = {ALONE: (replace(longest, reset_memory=True), words.start_I)}
+    readings |= {f"surprisal_bits_{name}": (plan, words.start_I[is_first_I]) for name, plan in plans.items()}
     for name, (plan, starts_N) in readings.items():
-        text = TokenizedText(tokens_K, tokenizer.bos_token_id, starts_N)
-        word_end_K = np.zeros(len(tokens_K))
-        if ends_word_K is None:
-            nats_K = losses_in_order(model, text, plan, progress)
-        else:
-            nats_K, word_end_K = losses_in_order(model, text, plan, progress, columns=(2,)).T
-            word_end_K[~ends_word_K] = 0
-        nats_R = np.bincount(row_K, nats_K - word_end_K, minlength=len(rows))
-        nats_R += np.bincount(row_K[:-1], word_end_K[1:], minlength=len(rows))  # to the word before
-        for row, bits in zip(rows, (nats_R / math.log(2)).tolist(), strict=True):
+        bits_R = words.surprisal_bits(model, plan, starts_N, whitespace=whitespace, progress=progress)
+        for row, bits in zip(rows, bits_R.tolist(), strict=True):
             row[name] = bits
     # an end without tokens: of a tokenizer that has no newline, or that joins it to the last word
     table = SurprisalTable(row for row in rows if row["word"] or row["tokens"])
@@ -219,24 +207,70 @@ def _checked_items(items: object, columns: ItemColumns) -> list[TextItem]:
     return checked
 
 
-def _encode(
-    tokenizer: Tokenizer, items: list[TextItem]
-) -> tuple[list[dict[str, Any]], npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the rows of the result without surprisals, all tokens, the row of each, and where each item starts."""
-    rows, ids, row_indices = list[dict[str, Any]](), list[TokenArray](), list[npt.NDArray[np.int64]]()
-    for item in items:
-        content, ids_T = encode_item(tokenizer, item)
-        ids.append(ids_T)
-        with document_errors(item.name):
-            word_T = tokenizer.word_indices(content)
-        row_indices.append(len(rows) + word_T)
-        words = [*(word.decode("utf-8", errors="surrogateescape") for word in content.split()), ""]
-        num_tokens_W = np.bincount(word_T, minlength=len(words)).tolist()
-        num_unknown_W = np.bincount(word_T[ids_T == tokenizer.unk_token_id], minlength=len(words)).tolist()
-        for number, values in enumerate(zip(words, num_tokens_W, num_unknown_W, strict=True), start=1):
-            rows.append({**item.labels, **dict(zip(_COLUMNS, (number, *values), strict=True))})
-    start_I = np.cumsum([0, *map(len, ids[:-1])])
-    return rows, np.concatenate(ids), np.concatenate(row_indices), start_I
+@dataclass(frozen=True, eq=False)
+class WordTokens:
+    """The tokens of items, and the word that each belongs to."""
+
+    tokenizer: Tokenizer
+    rows: list[dict[str, Any]]
+    """A row for each word and for the end of each item, without surprisals."""
+    tokens_K: npt.NDArray[Any]
+    row_K: npt.NDArray[np.int64]
+    """Index of the row of each token."""
+    start_I: npt.NDArray[np.int64]
+    """Position of the first token of each item."""
+
+    @staticmethod
+    def of_items(tokenizer: Tokenizer, items: Sequence[TextItem]) -> WordTokens:
+        """Encode items.
+
+        Raises:
+            UserError: the tokenizer cannot encode a text, or a token is a part of two words.
+        """
+        rows, ids, row_indices = list[dict[str, Any]](), list[TokenArray](), list[npt.NDArray[np.int64]]()
+        for item in items:
+            content, ids_T = encode_item(tokenizer, item)
+            ids.append(ids_T)
+            with document_errors(item.name):
+                word_T = tokenizer.word_indices(content)
+            row_indices.append(len(rows) + word_T)
+            words = [*(word.decode("utf-8", errors="surrogateescape") for word in content.split()), ""]
+            num_tokens_W = np.bincount(word_T, minlength=len(words)).tolist()
+            num_unknown_W = np.bincount(word_T[ids_T == tokenizer.unk_token_id], minlength=len(words)).tolist()
+            for number, values in enumerate(zip(words, num_tokens_W, num_unknown_W, strict=True), start=1):
+                rows.append({**item.labels, **dict(zip(_COLUMNS, (number, *values), strict=True))})
+        start_I = np.cumsum([0, *map(len, ids[:-1])])
+        return WordTokens(tokenizer, rows, np.concatenate(ids), np.concatenate(row_indices), start_I)
+
+    def surprisal_bits(
+        self,
+        model: TokenModel,
+        plan: EvaluationPlan,
+        starts_N: npt.NDArray[np.int64],
+        *,
+        whitespace: Whitespace = "leading",
+        progress: ProgressCallback | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Return the surprisal of each row in bits, (R,).
+
+        Args:
+            model: the model, prepared with the plan's dtype.
+            plan: how the tokens are read.
+            starts_N: positions where documents start, at which the plan may empty the memory.
+            whitespace: as for `surprisal`.
+            progress: called with the number of tokens read since the last call.
+        """
+        text = TokenizedText(self.tokens_K, self.tokenizer.bos_token_id, starts_N)
+        word_end_K = np.zeros(len(self.tokens_K))
+        if whitespace == "trailing" and isinstance(self.tokenizer, ByteLevelTokenizer):
+            model = cast(TokenModel, _WithWordEnds(model, self.tokenizer.starts_with_whitespace_V))
+            nats_K, word_end_K = losses_in_order(model, text, plan, progress, columns=(2,)).T
+            word_end_K[~_ends_word(self.tokenizer, self.tokens_K, self.start_I)] = 0
+        else:
+            nats_K = losses_in_order(model, text, plan, progress)
+        nats_R = np.bincount(self.row_K, nats_K - word_end_K, minlength=len(self.rows))
+        nats_R += np.bincount(self.row_K[:-1], word_end_K[1:], minlength=len(self.rows))  # to the word before
+        return nats_R / math.log(2)
 
 
 def encode_item(tokenizer: Tokenizer, item: TextItem) -> tuple[bytes, TokenArray]:
