@@ -290,7 +290,6 @@ MASK = torch.ones(2, 5, dtype=torch.long)
         ),
         ({"input_ids": BATCH, "past_key_values": DynamicCache()}, r"DynamicCache; .* MemoryCache\(\)"),
         ({"input_ids": BATCH, "position_ids": BATCH}, "leave position_ids out"),
-        ({"input_ids": BATCH, "output_attentions": True}, "txl analyze attention"),
         ({"input_ids": BATCH, "token_type_ids": BATCH}, "no argument token_type_ids"),
         ({"input_ids": BATCH + 300}, "token id .* is not in the vocabulary of 256"),
         ({"input_ids": BATCH, "labels": BATCH + 300}, "labels: token id .* is not in the vocabulary"),

@@ -1,4 +1,4 @@
-"""Transformer-XL in transformers 5: importing this module registers configuration, model and tokenizer.
+"""Transformer-XL in transformers 5: importing this module registers configuration, models and tokenizer.
 
     import transformer_xl.integrations.huggingface
     model = AutoModelForCausalLM.from_pretrained(DIR)          a folder that `txl convert RUN DIR --to huggingface` made
@@ -37,10 +37,22 @@ def _check_version() -> None:
 
 _check_version()
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+from transformers.models.auto import modeling_auto  # noqa: E402
 
+from transformer_xl.integrations.huggingface.base_model import TransformerXLModel  # noqa: E402
 from transformer_xl.integrations.huggingface.cache import MemoryCache  # noqa: E402
+from transformer_xl.integrations.huggingface.classification import (  # noqa: E402
+    TransformerXLForSequenceClassification,
+    TransformerXLForTokenClassification,
+)
 from transformer_xl.integrations.huggingface.configuration import (  # noqa: E402
     PretrainedTransformerXLConfig,
     TransfoXLConfig,
@@ -57,9 +69,23 @@ for config_class in (PretrainedTransformerXLConfig, TransfoXLConfig):
 # an old folder's tokenizer_config.json names its class
 AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
 AutoTokenizer.register(PretrainedTransformerXLConfig, TransformerXLTokenizer, exist_ok=True)
-AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
-# Trainer's label smoothing shifts the labels of the models named there only
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
+for auto_class, model_class, names in (
+    (AutoModel, TransformerXLModel, modeling_auto.MODEL_MAPPING_NAMES),
+    (AutoModelForCausalLM, TransformerXLForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (
+        AutoModelForSequenceClassification,
+        TransformerXLForSequenceClassification,
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    (
+        AutoModelForTokenClassification,
+        TransformerXLForTokenClassification,
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    ),
+):
+    auto_class.register(PretrainedTransformerXLConfig, model_class, exist_ok=True)
+    # Trainer's label smoothing and the pipelines look there for the names of classes
+    names[PretrainedTransformerXLConfig.model_type] = model_class.__name__
 
 __all__ = [
     "MemoryCache",
@@ -67,6 +93,9 @@ __all__ = [
     "TransfoXLConfig",
     "TransfoXLTokenizer",
     "TransformerXLForCausalLM",
+    "TransformerXLForSequenceClassification",
+    "TransformerXLForTokenClassification",
+    "TransformerXLModel",
     "TransformerXLTokenizer",
     "from_run",
 ]
