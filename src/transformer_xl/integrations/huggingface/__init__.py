@@ -69,22 +69,15 @@ for config_class in (PretrainedTransformerXLConfig, TransfoXLConfig):
 # an old folder's tokenizer_config.json names its class
 AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
 AutoTokenizer.register(PretrainedTransformerXLConfig, TransformerXLTokenizer, exist_ok=True)
-for auto_class, model_class, names in (
-    (AutoModel, TransformerXLModel, modeling_auto.MODEL_MAPPING_NAMES),
-    (AutoModelForCausalLM, TransformerXLForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    (
-        AutoModelForSequenceClassification,
-        TransformerXLForSequenceClassification,
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    (
-        AutoModelForTokenClassification,
-        TransformerXLForTokenClassification,
-        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    ),
+for auto_class, model_class, task in (
+    (AutoModel, TransformerXLModel, "MODEL"),
+    (AutoModelForCausalLM, TransformerXLForCausalLM, "MODEL_FOR_CAUSAL_LM"),
+    (AutoModelForSequenceClassification, TransformerXLForSequenceClassification, "MODEL_FOR_SEQUENCE_CLASSIFICATION"),
+    (AutoModelForTokenClassification, TransformerXLForTokenClassification, "MODEL_FOR_TOKEN_CLASSIFICATION"),
 ):
     auto_class.register(PretrainedTransformerXLConfig, model_class, exist_ok=True)
     # Trainer's label smoothing and the pipelines look there for the names of classes
+    names = getattr(modeling_auto, f"{task}_MAPPING_NAMES")
     names[PretrainedTransformerXLConfig.model_type] = model_class.__name__
 
 __all__ = [

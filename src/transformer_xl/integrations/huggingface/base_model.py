@@ -114,12 +114,10 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         inputs_embeds: Tensor | None,
-        past_key_values: Cache | None = None,
-        *,
-        use_cache: bool | None = False,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         others: Mapping[str, Any],
+        wanted: tuple[bool | None, bool | None],
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
     ) -> Reading:
         """Check the arguments of `forward`, and return rows that are about to read.
 
@@ -128,13 +126,12 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
             attention_mask: 1 for tokens and 0 for padding, (B, T), or with the columns of `past_key_values` before
                 them. Padding is on the left, or without a cache on the right.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
+            others: arguments that must be None, since they mean nothing here.
+            wanted: `output_hidden_states` and `output_attentions`; None means as configured.
             past_key_values: a `MemoryCache`, which holds the next memory afterwards; keys and values of a learned
                 prefix; or None if there is nothing before these tokens.
             use_cache: whether to return the memory; None means the configuration's `use_cache` in evaluation mode, and
                 no in training mode or if rows are padded on the right.
-            output_hidden_states: whether to return the hidden states of all layers; None means as configured.
-            output_attentions: whether to return the attention probabilities of all layers; None means as configured.
-            others: arguments that must be None, since they mean nothing here.
 
         Raises:
             UserError: an argument that means nothing here or has another shape, a mask, cache or token id that the
@@ -161,8 +158,9 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         )
         preparation = self._preparation(cache, has_gradients=has_gradients)
         model = self.model if preparation is None else preparation.inference
-        has_states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
-        has_attention = bool(self.config.output_attentions if output_attentions is None else output_attentions)
+        configured = (self.config.output_hidden_states, self.config.output_attentions)
+        pairs = zip(wanted, configured, strict=True)
+        has_states, has_attention = (bool(default if given is None else given) for given, default in pairs)
         reading = Reading(model, inputs, padding, cache, preparation, keeps_memory, has_states)
         if has_attention:
             reading.traces = []
@@ -203,13 +201,9 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
     ) -> Padding | None:
         """Return the padding that the mask marks, or without a mask the ids of padding."""
         num_past = cache.get_seq_length() if cache is not None else 0
-        if attention_mask is None:
-            if input_ids is None or num_past:
-                return None
+        if attention_mask is None and input_ids is not None and not num_past:
             attention_mask = self.mask_of_ids(input_ids)
-            if attention_mask is None:
-                return None
-        return read_mask(attention_mask, num_new, num_past)
+        return None if attention_mask is None else read_mask(attention_mask, num_new, num_past)
 
     def mask_of_ids(self, input_ids: Tensor) -> Tensor | None:
         """Return the mask of a batch that was given without one, or None if it has no padding."""
@@ -509,15 +503,9 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         Raises:
             UserError: as by `TransformerXLForCausalLM`.
         """
+        wanted = (output_hidden_states, output_attentions)
         reading = self.begin_reading(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            others=kwargs,
+            input_ids, attention_mask, inputs_embeds, kwargs, wanted, past_key_values, use_cache
         )
         return self.output(BaseModelOutputWithPast, reading, return_dict, last_hidden_state=reading.columns())
 

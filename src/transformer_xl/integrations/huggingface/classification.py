@@ -81,15 +81,10 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
         Raises:
             UserError: as by `TransformerXLForCausalLM`; or a row has no token, or a label is none of num_labels.
         """
+        use_cache = False if use_cache is None and past_key_values is None else use_cache
+        wanted = (output_hidden_states, output_attentions)
         reading = self.begin_reading(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values,
-            use_cache=False if use_cache is None and past_key_values is None else use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            others=kwargs,
+            input_ids, attention_mask, inputs_embeds, kwargs, wanted, past_key_values, use_cache
         )
         if reading.padding is not None and 0 in reading.padding.lengths:
             raise UserError(f"row {reading.padding.lengths.index(0)} has no token, only padding; leave empty texts out")
@@ -188,19 +183,9 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
         Raises:
             UserError: as by `TransformerXLForCausalLM`.
         """
-        reading = self.begin_reading(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            others=kwargs,
-        )
-        if labels is not None and labels.shape != reading.inputs_BTX.shape[:2]:
-            raise UserError(
-                f"labels of shape {tuple(labels.shape)}; expected {tuple(reading.inputs_BTX.shape[:2])}, a label for "
-                "each token, and -100 for those without"
-            )
+        wanted = (output_hidden_states, output_attentions)
+        reading = self.begin_reading(input_ids, attention_mask, inputs_embeds, kwargs, wanted)
+        reading.check_token_labels(labels)
         logits_BTC, loss = reading.columns(self.score), None
         if labels is not None:
             loss = self.loss_function(logits_BTC, labels, self.config)

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointName
-from transformer_xl.config import UserError
 from transformer_xl.inference import TokenModel
 from transformer_xl.integrations.checkpoints.pretrained import config_values, generation_values
 from transformer_xl.integrations.huggingface.base_model import TransformerXLPreTrainedModel
@@ -94,21 +93,11 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             UserError: an argument that means nothing here or has another shape, a mask, cache or token id that the
                 model cannot use, or an embedding that was replaced although the softmax shares its weights.
         """
+        wanted = (output_hidden_states, output_attentions)
         reading = self.begin_reading(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            others=kwargs,
+            input_ids, attention_mask, inputs_embeds, kwargs, wanted, past_key_values, use_cache
         )
-        if labels is not None and labels.shape != reading.inputs_BTX.shape[:2]:
-            raise UserError(
-                f"labels of shape {tuple(labels.shape)}; expected {tuple(reading.inputs_BTX.shape[:2])}, a label for "
-                "each token"
-            )
+        reading.check_token_labels(labels)
         hidden_BTD, targets_BT = reading.columns(), _targets(labels, reading.padding)
         loss, logits_BKV = self._head(reading.model, hidden_BTD, logits_to_keep, targets_BT, num_items_in_batch)
         return self.output(CausalLMOutputWithPast, reading, return_dict, loss=loss, logits=logits_BKV)

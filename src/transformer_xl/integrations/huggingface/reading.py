@@ -52,6 +52,16 @@ class Reading:
     def __post_init__(self) -> None:
         self.reads_with = self.model
 
+    def check_token_labels(self, labels: Tensor | None) -> None:
+        """Check that labels of tokens have the shape of the inputs.
+
+        Raises:
+            UserError: they have not.
+        """
+        wanted = tuple(self.inputs_BTX.shape[:2])
+        if labels is not None and labels.shape != wanted:
+            raise UserError(f"labels of shape {tuple(labels.shape)}; expected {wanted}, a label for each token")
+
     def columns(self, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the last hidden states of all columns (B, T, D), 0 for padding on the left.
 
