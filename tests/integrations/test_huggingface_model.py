@@ -176,6 +176,8 @@ def test_loss_is_that_of_the_next_tokens(name: str, tmp_path: Path) -> None:
     flat = outputs.logits[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
     expected = F.cross_entropy(*flat)
     torch.testing.assert_close(outputs.loss, expected, **CLOSE)
+    shifted_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(ids_BT, shift_labels=shifted_BT).loss, expected, **CLOSE)
     total = F.cross_entropy(*flat, reduction="sum")
     torch.testing.assert_close(model(ids_BT, labels=labels_BT, num_items_in_batch=31).loss, total / 31, **CLOSE)
     kept = model(ids_BT, labels=labels_BT, logits_to_keep=2)

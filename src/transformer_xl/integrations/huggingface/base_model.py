@@ -82,6 +82,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
 
     config: PretrainedTransformerXLConfig  # pyrefly: ignore[bad-override-mutable-attribute]
     _base: tuple[Any] | None = None  # the base model, in a tuple so that it is no submodule
+    _is_made = False
 
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights; a subclass calls `post_init` after it."""
@@ -91,12 +92,17 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         if not self.predicts_tokens:
             self.model.softmax = cast(AdaptiveSoftmax, NoSoftmax())
 
+    @override
+    def post_init(self) -> None:
+        super().post_init()
+        self._is_made = True
+
     @property
     @override
     def base_model(self) -> TransformerXLModel:
         """The model without its head, which shares the weights."""
-        if isinstance(self, TransformerXLModel):
-            return self
+        if isinstance(self, TransformerXLModel) or not self._is_made:  # transformers asks while it is being made
+            return cast(TransformerXLModel, self)
         if self._base is None or self._base[0].model is not self.model:
             with torch.device("meta"):
                 base = TransformerXLModel(self.config)
@@ -148,6 +154,11 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         check_shape(inputs, is_ids=input_ids is not None)
         cache, prefix = check_cache(past_key_values)
         padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
+        configured = (self.config.output_hidden_states, self.config.output_attentions)
+        pairs = zip(wanted, configured, strict=True)
+        has_states, has_attention = (bool(default if given is None else given) for given, default in pairs)
+        if has_attention and cache is None and use_cache is None:
+            use_cache = False  # a new memory's empty slots would be among the keys
         keeps_memory = self._keeps_memory(use_cache, cache, padding, is_prefix=prefix is not None)
         if input_ids is not None:
             inputs = self._without_padding_ids(input_ids, attention_mask)
@@ -158,9 +169,6 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         )
         preparation = self._preparation(cache, has_gradients=has_gradients)
         model = self.model if preparation is None else preparation.inference
-        configured = (self.config.output_hidden_states, self.config.output_attentions)
-        pairs = zip(wanted, configured, strict=True)
-        has_states, has_attention = (bool(default if given is None else given) for given, default in pairs)
         reading = Reading(model, inputs, padding, cache, preparation, keeps_memory, has_states)
         if has_attention:
             reading.traces = []
@@ -331,6 +339,8 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         """
         if module is getattr(self, "score", None):
             super()._init_weights(module)
+        if isinstance(module, NoSoftmax):
+            module.bias.zero_()
         if not isinstance(module, LanguageModel):
             return
         for buffer in module.buffers():
@@ -488,7 +498,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
                 them. Padding is on the left, or without a cache on the right.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
             past_key_values: as for `TransformerXLForCausalLM`.
-            use_cache: as for `TransformerXLForCausalLM`.
+            use_cache: as for `TransformerXLForCausalLM`; None means no if attention is asked for without a cache.
             output_hidden_states: whether to return the hidden states of all layers; None means as configured.
             output_attentions: whether to return the attention probabilities of all layers, which the reference kernel
                 computes, without dropout; None means as configured. For one segment, without padding on the left.

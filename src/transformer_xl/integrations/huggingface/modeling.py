@@ -58,6 +58,7 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits of the next token at every position.
@@ -82,6 +83,8 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
             output_attentions: whether to return the attention probabilities of all layers, which the reference kernel
                 computes, without dropout; None means as configured. For one segment, without padding on the left.
+            shift_labels: in place of `labels`, the token after each position (B, T), as programs pass it that shift
+                labels themselves.
             kwargs: must be None, since they mean nothing here.
 
         Returns:
@@ -97,8 +100,9 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         reading = self.begin_reading(
             input_ids, attention_mask, inputs_embeds, kwargs, wanted, past_key_values, use_cache
         )
-        reading.check_token_labels(labels)
-        hidden_BTD, targets_BT = reading.columns(), _targets(labels, reading.padding)
+        reading.check_token_labels(labels if shift_labels is None else shift_labels)
+        targets_BT = _targets(labels, reading.padding) if shift_labels is None else shift_labels
+        hidden_BTD = reading.columns()
         loss, logits_BKV = self._head(reading.model, hidden_BTD, logits_to_keep, targets_BT, num_items_in_batch)
         return self.output(CausalLMOutputWithPast, reading, return_dict, loss=loss, logits=logits_BKV)
 

@@ -5,7 +5,7 @@ Shape suffixes: B batch rows, T columns of the input, D model width, L layers, N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,20 +86,22 @@ class Reading:
     def join(self, steps: Iterable[Step]) -> Tensor:
         """Return the last hidden states of the steps in their columns, and keep those of all layers if asked for."""
         joined_BTX, width = join_steps(steps, self.inputs_BTX.shape[1]), self.model.config.d_model
-        if not self.has_states:
-            return joined_BTX[..., -width:]
-        self.states_BTD = joined_BTX.split(width, dim=-1)
-        return self.states_BTD[-1]
+        states_BTD = joined_BTX.split(width, dim=-1)
+        if isinstance(self.reads_with, AllLayers) and self.padding is None and self.reads_with.num_calls == 1:
+            states_BTD = self.reads_with.states_BTD  # those that were computed with, for gradients with respect to them
+        if self.has_states:
+            self.states_BTD = tuple(states_BTD)
+        return states_BTD[-1]
 
     def attentions(self) -> tuple[Tensor, ...] | None:
         """Return the attention probabilities of all layers (B, N, T, S), or None if they are not asked for."""
         if self.traces is None:
             return None
-        probabilities = (trace.terms.probabilities_BNTS for trace in self.traces)
-        if not self.is_new or not self.model.limits_visible:  # models that attend to empty slots
-            return tuple(probabilities)
+        probabilities = [trace.terms.probabilities_BNTS for trace in self.traces]
         num_tokens = self.inputs_BTX.shape[1]
-        return tuple(probabilities_BNTS[..., -num_tokens:] for probabilities_BNTS in probabilities)
+        if self.is_new and self.model.limits_visible and probabilities[0].shape[-1] > num_tokens:
+            probabilities = [one_BNTS[..., -num_tokens:] for one_BNTS in probabilities]  # without empty slots
+        return tuple(probabilities)
 
 
 class AllLayers:
@@ -107,13 +109,20 @@ class AllLayers:
 
     def __init__(self, model: TokenModel) -> None:
         self._model = model
+        self.states_BTD: Sequence[Tensor] = ()
+        """Those of the newest call."""
+        self.num_calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Memory]:
-        states_BTD, memory = self._model.hidden_states(*args, **kwargs)
-        return torch.cat(states_BTD, dim=-1), memory
+        self.num_calls += 1
+        self.states_BTD, memory = self._states(*args, **kwargs)
+        return torch.cat([*self.states_BTD], dim=-1), memory
+
+    def _states(self, *args: Any, **kwargs: Any) -> tuple[Sequence[Tensor], Memory]:
+        return self._model.hidden_states(*args, **kwargs)
 
 
 class Traced(AllLayers):
@@ -124,7 +133,7 @@ class Traced(AllLayers):
         self._traces = traces
 
     @override
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Memory]:
+    def _states(self, *args: Any, **kwargs: Any) -> tuple[Sequence[Tensor], Memory]:
         tokens, memory = args
         inputs = kwargs.pop("inputs", None)
         if kwargs:
@@ -141,7 +150,7 @@ class Traced(AllLayers):
             last_BTD = model.output_dropout(model.final_norm(self._traces[-1].output_BTD))
         states_BTD = [*(trace.input_BTD for trace in self._traces), last_BTD]
         caches = [trace.cache for trace in self._traces]
-        return torch.cat(states_BTD, dim=-1), after.advance(caches, last_BTD.shape[1])
+        return states_BTD, after.advance(caches, last_BTD.shape[1])
 
 
 def check_shape(inputs: Tensor, *, is_ids: bool) -> None:
