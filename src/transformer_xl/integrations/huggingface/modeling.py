@@ -58,7 +58,6 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_attentions: bool | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return the logits of the next token at every position.
@@ -83,9 +82,8 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
             output_attentions: whether to return the attention probabilities of all layers, which the reference kernel
                 computes, without dropout; None means as configured. For one segment, without padding on the left.
-            shift_labels: in place of `labels`, the token after each position (B, T), as programs pass it that shift
-                labels themselves.
-            kwargs: must be None, since they mean nothing here.
+            kwargs: `shift_labels` in place of `labels`, the token after each position (B, T), of programs that shift
+                labels themselves; others must be None, since they mean nothing here.
 
         Returns:
             loss, logits, past_key_values, hidden_states and attentions (as `TransformerXLModel` returns them), each
@@ -96,6 +94,7 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
             UserError: an argument that means nothing here or has another shape, a mask, cache or token id that the
                 model cannot use, or an embedding that was replaced although the softmax shares its weights.
         """
+        shift_labels = kwargs.pop("shift_labels", None)  # not in the signature, where Trainer looks for names of labels
         wanted = (output_hidden_states, output_attentions)
         reading = self.begin_reading(
             input_ids, attention_mask, inputs_embeds, kwargs, wanted, past_key_values, use_cache
