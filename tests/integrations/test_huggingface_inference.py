@@ -223,7 +223,7 @@ def test_a_model_is_prepared_once_for_unchanged_weights(tmp_path: Path, monkeypa
     monkeypatch.setattr(Fingerprint, "matches", lambda *args: (compared.append(1), matches(*args))[1])
     cache = MemoryCache()
     made_BT = model.generate(ids(2, 9), max_new_tokens=5, past_key_values=cache)
-    preparation = model._inference
+    preparation = model._shared.preparation
     assert preparation is not None
     assert len(compared) == 0
     made_BT = model.generate(torch.cat([made_BT, ids(2, 3)], dim=1), max_new_tokens=5, past_key_values=cache)
@@ -235,10 +235,10 @@ def test_a_model_is_prepared_once_for_unchanged_weights(tmp_path: Path, monkeypa
         for number in range(3):
             model(made_BT[:, :1], past_key_values=cache)
             assert len(compared) == 4 + number
-    assert model._inference is preparation
+    assert model._shared.preparation is preparation
     # the mode changes no weights, but in training the memory is needed for other things
     model.train()
-    assert model._inference is None
+    assert model._shared.preparation is None
     model.eval()
     with torch.no_grad():
         model(made_BT[:, :1], past_key_values=cache)

@@ -176,6 +176,8 @@ def test_loss_is_that_of_the_next_tokens(name: str, tmp_path: Path) -> None:
     flat = outputs.logits[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten()
     expected = F.cross_entropy(*flat)
     torch.testing.assert_close(outputs.loss, expected, **CLOSE)
+    shifted_BT = F.pad(labels_BT[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(ids_BT, shift_labels=shifted_BT).loss, expected, **CLOSE)
     total = F.cross_entropy(*flat, reduction="sum")
     torch.testing.assert_close(model(ids_BT, labels=labels_BT, num_items_in_batch=31).loss, total / 31, **CLOSE)
     kept = model(ids_BT, labels=labels_BT, logits_to_keep=2)
@@ -290,7 +292,6 @@ MASK = torch.ones(2, 5, dtype=torch.long)
         ),
         ({"input_ids": BATCH, "past_key_values": DynamicCache()}, r"DynamicCache; .* MemoryCache\(\)"),
         ({"input_ids": BATCH, "position_ids": BATCH}, "leave position_ids out"),
-        ({"input_ids": BATCH, "output_attentions": True}, "txl analyze attention"),
         ({"input_ids": BATCH, "token_type_ids": BATCH}, "no argument token_type_ids"),
         ({"input_ids": BATCH + 300}, "token id .* is not in the vocabulary of 256"),
         ({"input_ids": BATCH, "labels": BATCH + 300}, "labels: token id .* is not in the vocabulary"),

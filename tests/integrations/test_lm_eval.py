@@ -110,6 +110,20 @@ def test_windows_equal_the_model_hf(run_path: Path, max_length: int) -> None:
         assert answer == (pytest.approx(expected[0], abs=1e-4), expected[1])
 
 
+@pytest.mark.filterwarnings("default")  # of transformers
+def test_the_model_hf_generates(run_path: Path) -> None:
+    """It decodes the end-of-sequence token, which the tokens of bytes lack: a newline is named here."""
+    model, tokenizer = from_run(run_path)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(10)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, device="cpu")
+    contexts = ["A context", "Another, longer context of a text"]
+    arguments = {"until": ["\n"], "max_gen_toks": 7, "do_sample": False}
+    made = ask(theirs, "generate_until", *((context, arguments) for context in contexts))
+    run = load(run_path)
+    expected = [generate(run, one, max_new_tokens=7, greedy=True, add_bos_token=False).text for one in contexts]
+    assert made == [text.split("\n")[0] for text in expected]
+
+
 def test_generation_stops_at_strings_and_does_not_depend_on_the_batch(run_path: Path) -> None:
     run = load(run_path)
     contexts = [*TEXTS, "A context that is shared", "A context that is shared"]

@@ -88,15 +88,17 @@ def has_memory(tester):
 
 
 class Base(ModelTesterMixin, GenerationTesterMixin):
-    all_model_classes = (integration.TransformerXLForCausalLM,)
-    has_attentions = test_resize_embeddings = False
+    all_model_classes = (
+        integration.TransformerXLModel,
+        integration.TransformerXLForCausalLM,
+        integration.TransformerXLForSequenceClassification,
+        integration.TransformerXLForTokenClassification,
+    )
+    test_resize_embeddings = False
 
     def setUp(self):
         self.model_tester = Tester(self.architecture)
-
-    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
-        inputs_dict = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
-        return inputs_dict | ({"labels": torch.zeros(13, 7, dtype=torch.long)} if return_labels else {})
+        self.has_attentions = self.architecture in ("transformer-xl", "shaw")
 
     def _check_caches_are_equal(self, first, second, *args, **kwargs):
         assert first.num_columns == second.num_columns

@@ -65,6 +65,13 @@ class _ClusterTables(nn.Module):
         for projection in self.projections.values():
             nn.init.normal_(projection, 0.0, _PROJECTION_STD)
 
+    @property
+    def weight(self) -> Tensor:
+        """The one table (V, D) of a dense model, as torch's modules have it; others have no such attribute."""
+        if len(self.tables) != 1 or len(self.edges) != 2 or self.projections:
+            raise AttributeError(f"{type(self).__name__} has no single weight: it has clusters or projections")
+        return self.tables[0]
+
     def cluster_table(self, index: int) -> Tensor:
         """Return the embeddings of one cluster, (V, E)."""
         return self.tables[0][self.edges[index] : self.edges[index + 1]] if self.shared else self.tables[index]
@@ -143,6 +150,23 @@ class AdaptiveSoftmax(_ClusterTables):
         if self.cluster_weight is not None and self.cluster_bias is not None:
             nn.init.normal_(self.cluster_weight, 0.0, _WEIGHT_STD)
             nn.init.zeros_(self.cluster_bias)
+
+    @property
+    def embedding(self) -> AdaptiveEmbedding | None:
+        """The embedding whose tables this softmax uses, or None if it has its own."""
+        return None if self.tables else self._embedding[0]
+
+    @property
+    @override
+    def weight(self) -> Tensor:
+        if self.embedding is None or self.projections:
+            return super().weight
+        return self.embedding.weight
+
+    @override
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the logits (B, T, V), as a linear layer in its place would."""
+        return self.logits(hidden_BTD)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits of all tokens in order of their ids, shape (B, T, V); with tails, log-probabilities."""
@@ -245,7 +269,7 @@ class AdaptiveSoftmax(_ClusterTables):
 
     def _cluster_weights(self, index: int, *, with_tails: bool = True) -> tuple[Tensor, Tensor]:
         """Return the weights (V, E) and biases (V,) of a cluster's tokens; for the head, those of the tails follow."""
-        table = self if self.tables else self._embedding[0]
+        table = self.embedding or self
         weight_VE, bias_V = table.cluster_table(index), self.bias[self.edges[index] : self.edges[index + 1]]
         if index or not with_tails or self.cluster_weight is None or self.cluster_bias is None:
             return weight_VE, bias_V

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from transformer_xl.config import LayerConfig, RelativeLayerConfig
 from transformer_xl.model.gate import make_gate
-from transformer_xl.model.key_values import KeyValueCache
+from transformer_xl.model.key_values import KeyValues
 from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
 from transformer_xl.model.norm import RMSNorm
 from transformer_xl.ops.dropout import FastDropout
@@ -137,7 +137,7 @@ class RelativeAttention(nn.Module):
         """Return the inputs of the attention kernel, and the next cache; arguments are as for `forward`."""
         new_BTD = as_multiplied(self.norm(x_BTD) if self.norm_first else x_BTD)
         q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
-        if isinstance(cache, KeyValueCache):
+        if isinstance(cache, KeyValues):
             k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
             r_PNH = cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
         else:

@@ -15,6 +15,7 @@ distances, N heads, H head width, X any number of rows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -72,8 +73,36 @@ class _PositionKeys:
         return 0 if self.r_NHP is None else self.r_NHP.shape[-1]
 
 
+class KeyValues(LayerCache):
+    """A cache of keys and values; `KeyValueCache` is the one of this package, where no gradient is wanted."""
+
+    @abstractmethod
+    def append(
+        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, KeyValues]:
+        """Append the keys and values of T new tokens.
+
+        Args:
+            k_BTNH: keys.
+            v_BTNH: values.
+            lengths_B: number of tokens of each batch row that are not padding; padding comes first and is not cached.
+
+        Returns:
+            keys and values (B, S, N, H) of memory and new tokens, in that order, and the next cache.
+        """
+
+    @abstractmethod
+    def keys_of_positions(self, num_distances: int, project: Callable[[], Tensor]) -> Tensor:
+        """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0.
+
+        Args:
+            num_distances: P.
+            project: computes the keys (P, N, H) from the weights.
+        """
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyValueCache(LayerCache):
+class KeyValueCache(KeyValues):
     """The keys and values of a layer for the last M tokens of each batch row: the rows of its storage up to `end`."""
 
     slot_dim = 2
@@ -103,18 +132,11 @@ class KeyValueCache(LayerCache):
         start = self.end - number
         return self.storage.k_BNCH[:, :, start : self.end], self.storage.v_BNCH[:, :, start : self.end]
 
+    @override
     def append(
         self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, KeyValueCache]:
-        """Append the keys and values of T new tokens.
-
-        Args:
-            k_BTNH: keys.
-            v_BTNH: values.
-            lengths_B: number of tokens of each batch row that are not padding; padding comes first and is not cached.
-
-        Returns:
-            keys and values (B, S, N, H) of memory and new tokens, in that order, and the next cache.
+        """Append the keys and values of T new tokens to the storage.
 
         Raises:
             UserError: gradients are required.
@@ -148,13 +170,9 @@ class KeyValueCache(LayerCache):
         # not `replace`, which takes Python longer
         return KeyValueCache(storage, start + num_new, self.length, self.attend_empty, self.position_keys)
 
+    @override
     def keys_of_positions(self, num_distances: int, project: Callable[[], Tensor]) -> Tensor:
-        """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0, as a view.
-
-        Args:
-            num_distances: P.
-            project: computes the keys (P, N, H) from the weights; called only if fewer than P are cached.
-        """
+        """Return the position keys as a view; `project` is called only if fewer than P are cached."""
         cached = self.position_keys
         if cached.r_NHP is None or cached.num_distances < num_distances:
             cached.r_NHP = project().permute(1, 2, 0).contiguous()

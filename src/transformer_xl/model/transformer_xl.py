@@ -70,8 +70,10 @@ def run_layers(
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """The output, attention terms and cache of one layer, for attention maps and feature extraction."""
+    """The input, output, attention terms and cache of one layer, for attention maps and feature extraction."""
 
+    input_BTD: Tensor
+    """The layer's input."""
     output_BTD: Tensor
     """The layer's output, which is the next layer's input."""
     terms: AttentionTerms
@@ -147,8 +149,9 @@ class RelativeLanguageModel(RelativeModel, LanguageModel):
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
             terms = reference.attention_terms(inputs, context.mask)
             attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
-            x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
-            yield LayerTrace(x_BTD, terms, cache)
+            output_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
+            yield LayerTrace(x_BTD, output_BTD, terms, cache)
+            x_BTD = output_BTD
 
 
 class TransformerXL(RelativeLanguageModel):

@@ -38,19 +38,19 @@ CASES: dict[str, dict[str, Any]] = {
     "pre-norm": {"pre_lnorm": True, "d_embed": 6, "untie_r": False},
     "without-memory": {"mem_len": 0, "same_length": False},
 }
+# the same for classes without a softmax: the name of the class, and settings
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("TransfoXLModel", {"div_val": 2, "untie_r": False}),
+    "classifier": ("TransfoXLForSequenceClassification", {"div_val": 2, "num_labels": 3, "pad_token_id": 22}),
+    "regression": ("TransfoXLForSequenceClassification", {"num_labels": 1, "mem_len": 0, "same_length": False}),
+}
 SEGMENTS = (7, 7, 5)  # the tokens are read in three segments of these lengths
+PACKAGE = "transformers.models.deprecated.transfo_xl"
 
 
 def make(name: str, settings: dict[str, Any]) -> None:
     """Write fixtures/NAME.safetensors for a model with random weights and tokens."""
-    package = "transformers.models.deprecated.transfo_xl"
-    config = import_module(f"{package}.configuration_transfo_xl").TransfoXLConfig(**{**SMALL, **settings})
-    torch.manual_seed(sum(map(ord, name)))
-    model = import_module(f"{package}.modeling_transfo_xl").TransfoXLLMHeadModel(config).eval()
-    with torch.no_grad():
-        # larger than at initialization, so that attention is far from uniform; less so with wide embeddings
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.4 * min(1, 16 / config.d_embed))
+    config, model = random_model(name, "TransfoXLLMHeadModel", settings)
     model.generation_config.eos_token_id = None  # generation does not stop at the end-of-line token
     tokens_BT = torch.randint(0, config.vocab_size, (2, sum(SEGMENTS)))
     mems, scores = None, []
@@ -64,11 +64,47 @@ def make(name: str, settings: dict[str, Any]) -> None:
     expected = {"tokens_BT": tokens_BT, "scores_BTV": torch.cat(scores, 1), "loss": loss, "greedy_T": greedy_T}
     if mems is not None:
         expected["memory_LMBD"] = torch.stack(mems)
+    save(name, model, expected)
+
+
+def make_head(name: str, class_name: str, settings: dict[str, Any]) -> None:
+    """Write fixtures/NAME.safetensors for a model without a softmax: all hidden states, or scores of padded rows."""
+    config, model = random_model(name, class_name, settings)
+    tokens_BT = torch.randint(0, config.vocab_size - 1, (2, sum(SEGMENTS)))
+    expected = {"tokens_BT": tokens_BT}
+    with torch.no_grad():
+        if class_name == "TransfoXLModel":
+            output = model(tokens_BT, output_hidden_states=True, output_attentions=True)
+            expected["hidden_LBTD"] = torch.stack(output.hidden_states)
+            expected["attentions_LBNTS"] = torch.stack(output.attentions)
+        else:
+            if config.pad_token_id is None:
+                expected["tokens_BT"] = tokens_BT = tokens_BT[:1]
+            else:
+                tokens_BT[1, 9:] = config.pad_token_id
+            expected["scores_BC"] = model(tokens_BT).logits
+    save(name, model, expected)
+
+
+def random_model(name: str, class_name: str, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the configuration and a model with random weights."""
+    config = import_module(f"{PACKAGE}.configuration_transfo_xl").TransfoXLConfig(**{**SMALL, **settings})
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(import_module(f"{PACKAGE}.modeling_transfo_xl"), class_name)(config).eval()
+    with torch.no_grad():
+        # larger than at initialization, so that attention is far from uniform; less so with wide embeddings
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.4 * min(1, 16 / config.d_embed))
+    return config, model
+
+
+def save(name: str, model: Any, expected: dict[str, torch.Tensor]) -> None:
+    """Write fixtures/NAME.safetensors: the weights, what was computed, and config.json as transformers writes it."""
     model.save_pretrained("saved", safe_serialization=True)
     weights = {f"weights.{key}": value for key, value in load_file("saved/model.safetensors").items()}
     # config.to_dict() has attributes that save_pretrained leaves out, so only the names in its config.json are kept
     saved_settings = set(json.loads(Path("saved/config.json").read_text()))
-    values = {key: value for key, value in config.to_dict().items() if key in saved_settings}
+    values = {key: value for key, value in model.config.to_dict().items() if key in saved_settings}
     save_file({**weights, **expected}, FIXTURES / f"{name}.safetensors", metadata={"config": json.dumps(values)})
 
 
@@ -76,3 +112,5 @@ if __name__ == "__main__":
     FIXTURES.mkdir(exist_ok=True)
     for case, changes in CASES.items():
         make(case, changes)
+    for head, (class_of_head, changes) in HEADS.items():
+        make_head(head, class_of_head, changes)

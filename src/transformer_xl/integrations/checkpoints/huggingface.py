@@ -9,6 +9,7 @@ queries of an imported model attend to the zeros of an empty memory, and `same_l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,41 @@ def read(path: Path) -> ImportedModel:
     if model_type != MODEL_TYPE:
         known = f"'{MODEL_TYPE}' and '{pretrained.MODEL_TYPE}'"
         raise UserError(f"{file}: a model of type {format_value(model_type)}; only {known} can be converted")
-    config, lengths = read_settings(values, str(file))
+    imported, _ = read_model(path, predicts_tokens=True)
+    return imported
+
+
+def read_model(path: Path, *, predicts_tokens: bool = False) -> tuple[ImportedModel, dict[str, Tensor]]:
+    """Read a folder of any of the old classes: TransfoXLModel and those with a head.
+
+    Args:
+        path: a folder whose model type is that of TransfoXL.
+        predicts_tokens: whether to refuse one that has no softmax.
+
+    Returns:
+        the model, without weights of a softmax where the folder has none; and the weights of a classifier, `score.*`.
+
+    Raises:
+        UserError: a file is missing, damaged, of another architecture, or cannot be expressed in this package.
+    """
+    file = path / "config.json"
+    config, lengths = read_settings(read_checkpoint_json(file), str(file))
     weights_file = _weights_file(path)
     weights = _read_weights(weights_file)
-    if not any(name.startswith("crit.") for name in weights):
-        raise UserError(f"{weights_file} has no softmax (crit.*); expected the weights of a TransfoXLLMHeadModel")
-    return ImportedModel(
+    if predicts_tokens:
+        pretrained.check_predicts_tokens(weights, "crit.", str(weights_file))
+    head = {name: weights.pop(name).float() for name in [*weights] if name.startswith("score.")}
+    names, has_softmax = HUGGING_FACE, any(name.startswith("crit.") for name in weights)
+    if not any(name.startswith(HUGGING_FACE.prefix) for name in weights):  # TransfoXLModel itself
+        names = replace(HUGGING_FACE, prefix="")
+    imported = ImportedModel(
         model=config.model_dump(),
         train=lengths,
         evaluation={**lengths, "attention_window": config.attention_window},
-        weights=import_weights(config, HUGGING_FACE, weights, str(weights_file)),
+        weights=import_weights(config, names, weights, str(weights_file), has_softmax=has_softmax),
         tokenizer=read_folder_tokenizer(path),
     )
+    return imported, head
 
 
 def read_settings(values: Mapping[str, Any], source: str) -> tuple[TransformerXLConfig, dict[str, int]]:

@@ -38,27 +38,24 @@ READERS = "transformers 5 with this package: import transformer_xl.integrations.
 """Who can read such a folder."""
 
 _CODE_FILE = "transformer_xl_code.py"
-_CODE = '''"""The classes of this folder: those of the package transformer-xl, which has to be installed."""
+_CLASSES = {
+    "AutoConfig": "PretrainedTransformerXLConfig",
+    "AutoModel": "TransformerXLModel",
+    "AutoModelForCausalLM": "TransformerXLForCausalLM",
+    "AutoModelForSequenceClassification": "TransformerXLForSequenceClassification",
+    "AutoModelForTokenClassification": "TransformerXLForTokenClassification",
+}
+_EXPORTED = (*_CLASSES.values(), "TransformerXLTokenizer", "TransformerXLTokenizersBackend")
+_CODE = f'''"""The classes of this folder: those of the package transformer-xl, which has to be installed."""
 
 from transformer_xl.integrations.huggingface import (
-    PretrainedTransformerXLConfig,
-    TransformerXLForCausalLM,
-    TransformerXLTokenizer,
-    TransformerXLTokenizersBackend,
-)
+{"".join(f"    {name},{chr(10)}" for name in _EXPORTED)})
 
 __all__ = [
-    "PretrainedTransformerXLConfig",
-    "TransformerXLForCausalLM",
-    "TransformerXLTokenizer",
-    "TransformerXLTokenizersBackend",
-]
+{"".join(f'    "{name}",{chr(10)}' for name in _EXPORTED)}]
 '''
 _MODULE = Path(_CODE_FILE).stem
-MODEL_AUTO_MAP = {
-    "AutoConfig": f"{_MODULE}.PretrainedTransformerXLConfig",
-    "AutoModelForCausalLM": f"{_MODULE}.TransformerXLForCausalLM",
-}
+MODEL_AUTO_MAP = {auto: f"{_MODULE}.{name}" for auto, name in _CLASSES.items()}
 """`auto_map` of config.json: where trust_remote_code finds the classes."""
 TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{_MODULE}.TransformerXLTokenizer", None]}
 """`auto_map` of tokenizer_config.json."""
@@ -130,6 +127,7 @@ def read(path: Path, weights: Mapping[str, Tensor]) -> ImportedModel:
     evaluation = {name: values[f"evaluation_{name}"] for name in _EVALUATION if f"evaluation_{name}" in values}
     groups = {"model": model.model_dump(), "train": train, "evaluation": evaluation}
     run_settings(groups, str(file))
+    check_predicts_tokens(weights, f"{WEIGHT_PREFIX}softmax.", str(path))
     unnamed = {name.removeprefix(WEIGHT_PREFIX): tensor for name, tensor in weights.items()}
     has_tokenizer = (path / TOKENIZER_FILE).is_file()
     return ImportedModel(
@@ -137,6 +135,24 @@ def read(path: Path, weights: Mapping[str, Tensor]) -> ImportedModel:
         weights={name: tensor.detach().float() for name, tensor in unnamed.items()},
         tokenizer=load_tokenizer(path / TOKENIZER_FILE) if has_tokenizer else None,
     )
+
+
+def check_predicts_tokens(weights: Mapping[str, Tensor], prefix: str, source: str) -> None:
+    """Check that there is a softmax among the weights of a folder, whose names begin with `prefix`, and no other head.
+
+    Raises:
+        UserError: there is none, or there is the `score` of a classifier.
+    """
+    has_score = any(name.startswith("score.") for name in weights)
+    if has_score or not any(name.startswith(prefix) for name in weights):
+        kind, auto = ("a model without a head", "AutoModel")
+        if has_score:
+            kind, auto = "a classifier", "AutoModelForSequenceClassification (or ForTokenClassification)"
+        raise UserError(
+            f"{source} has {kind}, and a run needs a softmax ({prefix}*), which predicts tokens; open it with {auto} "
+            "of transformers, after import transformer_xl.integrations.huggingface, or convert the folder of the "
+            "language model that it was made of"
+        )
 
 
 def write(

@@ -150,7 +150,12 @@ def _aliases(config: TransformerXLConfig, names: WeightNames) -> dict[str, str]:
 
 
 def import_weights(
-    config: TransformerXLConfig, names: WeightNames, theirs: Mapping[str, Tensor], source: str
+    config: TransformerXLConfig,
+    names: WeightNames,
+    theirs: Mapping[str, Tensor],
+    source: str,
+    *,
+    has_softmax: bool = True,
 ) -> dict[str, Tensor]:
     """Return their weights under our names, in float32; views of their tensors where that needs no copy.
 
@@ -159,12 +164,16 @@ def import_weights(
         names: the other program's weight names.
         theirs: every weight of the checkpoint.
         source: path of the file that contains them, for messages.
+        has_softmax: whether they include those of the softmax.
 
     Raises:
         UserError: a weight is missing, has another shape, or does not belong to this model; or one is stored under so
             many names that the file is too small for what would be made of it.
     """
     mappings, aliases = list(weight_mappings(config, names)), _aliases(config, names)
+    if not has_softmax:
+        mappings = [mapping for mapping in mappings if not any(name.startswith("softmax.") for name in mapping.ours)]
+        aliases = {name: other for name, other in aliases.items() if not name.startswith("crit.")}
     expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
     tensors = {aliases[name]: theirs[name] for name in aliases if name in theirs} | {**theirs}
     for name, shape in expected.items():

@@ -1,4 +1,4 @@
-"""Transformer-XL in transformers 5: importing this module registers configuration, model and tokenizer.
+"""Transformer-XL in transformers 5: importing this module registers configuration, models and tokenizer.
 
     import transformer_xl.integrations.huggingface
     model = AutoModelForCausalLM.from_pretrained(DIR)          a folder that `txl convert RUN DIR --to huggingface` made
@@ -37,10 +37,22 @@ def _check_version() -> None:
 
 _check_version()
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+from transformers.models.auto import modeling_auto  # noqa: E402
 
+from transformer_xl.integrations.huggingface.base_model import TransformerXLModel  # noqa: E402
 from transformer_xl.integrations.huggingface.cache import MemoryCache  # noqa: E402
+from transformer_xl.integrations.huggingface.classification import (  # noqa: E402
+    TransformerXLForSequenceClassification,
+    TransformerXLForTokenClassification,
+)
 from transformer_xl.integrations.huggingface.configuration import (  # noqa: E402
     PretrainedTransformerXLConfig,
     TransfoXLConfig,
@@ -59,9 +71,16 @@ for config_class in (PretrainedTransformerXLConfig, TransfoXLConfig):
 AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
 for tokenizer_class in (TransformerXLTokenizersBackend, TransformerXLTokenizer):  # the last without a name in a folder
     AutoTokenizer.register(PretrainedTransformerXLConfig, tokenizer_class, exist_ok=True)
-AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
-# Trainer's label smoothing shifts the labels of the models named there only
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
+for auto_class, model_class, task in (
+    (AutoModel, TransformerXLModel, "MODEL"),
+    (AutoModelForCausalLM, TransformerXLForCausalLM, "MODEL_FOR_CAUSAL_LM"),
+    (AutoModelForSequenceClassification, TransformerXLForSequenceClassification, "MODEL_FOR_SEQUENCE_CLASSIFICATION"),
+    (AutoModelForTokenClassification, TransformerXLForTokenClassification, "MODEL_FOR_TOKEN_CLASSIFICATION"),
+):
+    auto_class.register(PretrainedTransformerXLConfig, model_class, exist_ok=True)
+    # Trainer's label smoothing and the pipelines look there for the names of classes
+    names = getattr(modeling_auto, f"{task}_MAPPING_NAMES")
+    names[PretrainedTransformerXLConfig.model_type] = model_class.__name__
 
 __all__ = [
     "MemoryCache",
@@ -69,6 +88,9 @@ __all__ = [
     "TransfoXLConfig",
     "TransfoXLTokenizer",
     "TransformerXLForCausalLM",
+    "TransformerXLForSequenceClassification",
+    "TransformerXLForTokenClassification",
+    "TransformerXLModel",
     "TransformerXLTokenizer",
     "TransformerXLTokenizersBackend",
     "from_run",

@@ -100,6 +100,11 @@ class MemoryCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_columns
 
+    @property
+    def max_cache_len(self) -> int:
+        """Any number of columns, which PEFT asks for before it makes a prefix."""
+        return -1
+
     @override
     def reset(self) -> None:
         self.memory, self.num_columns, self.preparation = None, 0, None

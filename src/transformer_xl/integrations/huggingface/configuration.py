@@ -13,6 +13,13 @@ from transformer_xl.integrations.checkpoints.pretrained import MODEL_AUTO_MAP, M
 from transformer_xl.model.memory import ContextLimits
 
 _SOURCE = "the configuration"
+_OF_HEADS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)  # names in `to_dict` that are no settings of ours
+# settings of heads that transformers had for the old classes too
+_OF_CLASSIFIERS = ("id2label", "label2id", "problem_type", "pad_token_id")
 
 
 class PretrainedTransformerXLConfig(PreTrainedConfig):
@@ -39,6 +46,8 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         evaluation_memory_length: int | None = None,
         evaluation_attention_window: int | None = None,
         evaluation_clamp_length: int | None = None,
+        classifier_pooling: str = "last",
+        classifier_segments: int = 1,
         use_cache: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
@@ -55,6 +64,9 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
             evaluation_memory_length: the same in evaluation mode and of `generate`; None means memory_length.
             evaluation_attention_window: attention window in evaluation mode; None means attention_window.
             evaluation_clamp_length: clamp length in evaluation mode; None means clamp_length.
+            classifier_pooling: which vector a classifier of texts makes of the last hidden states: that of the last
+                token ("last"), or their mean ("mean").
+            classifier_segments: a classifier of texts is trained on predictions at the ends of so many last segments.
             use_cache: whether `forward` returns the memory, in evaluation mode.
             bos_token_id: not used here; generation_config.json has it.
             eos_token_id: the same.
@@ -64,7 +76,10 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         Raises:
             UserError: a setting of the wrong type or value, or lengths that the architecture cannot have.
         """
-        kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        # `to_dict` has some settings under two names, of which ours counts
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_HEADS or name in self.attribute_map}
+        own = {name: value for name, value in kwargs.items() if name not in self.attribute_map}
+        kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()} | own
         model = model_settings({"architecture": architecture, **kwargs}, _SOURCE)
         names = setting_names(architecture)
         known = {theirs for one in ARCHITECTURES for theirs in setting_names(one).values()}
@@ -83,6 +98,7 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         if not isinstance(use_cache, bool):
             raise UserError(f"use_cache is {use_cache!r} in {_SOURCE}; give true or false")
         self.use_cache = use_cache
+        self.classifier_pooling, self.classifier_segments = classifier_pooling, classifier_segments
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         self._check_lengths(model)
         kwargs["auto_map"] = MODEL_AUTO_MAP
@@ -100,6 +116,10 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         return model
 
     def _check_lengths(self, model: ModelConfig) -> None:
+        if self.classifier_pooling not in ("last", "mean"):
+            raise UserError(f"classifier_pooling is {self.classifier_pooling!r} in {_SOURCE}; give 'last' or 'mean'")
+        if type(self.classifier_segments) is not int or self.classifier_segments < 1:
+            raise UserError(f"classifier_segments is {self.classifier_segments!r} in {_SOURCE}; give 1 or more")
         for name in ("segment_length", "evaluation_segment_length"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -120,6 +140,20 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         """Return the length of the segments in which longer rows are read."""
         return self.segment_length if training else self.evaluation_segment_length or self.segment_length
 
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings; those of attention heads also by the names that PEFT looks up here."""
+        values = super().to_dict()
+        if heads := values.get("n_heads"):
+            values |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), heads)
+            values["head_dim"] = self.d_head or self.d_model // heads
+        return values
+
+    @override
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the settings for config.json, each once."""
+        return {name: value for name, value in super().to_diff_dict().items() if name not in _OF_HEADS}
+
     @classmethod
     @override
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -137,4 +171,5 @@ class TransfoXLConfig(PreTrainedConfig):
         model, lengths = transfo_xl.read_settings(config_dict, "config.json")
         flat = model.flat()
         values = {theirs: flat[ours] for ours, theirs in setting_names("transformer-xl").items()}
-        return PretrainedTransformerXLConfig.from_dict({**values, **lengths}, **kwargs)
+        kept = {name: config_dict[name] for name in _OF_CLASSIFIERS if config_dict.get(name) is not None}
+        return PretrainedTransformerXLConfig.from_dict({**values, **lengths, **kept}, **kwargs)

@@ -6,8 +6,9 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,37 +59,87 @@ def read_mask(attention_mask: Tensor, num_new: int, num_past: int) -> Padding | 
     )
 
 
-def read_columns(reader: Reader, inputs_BTX: Tensor, lengths: list[int] | None, num_at_once: int) -> Tensor:
-    """Return the hidden states of a batch (B, T, D), 0 for padding.
+class Step(NamedTuple):
+    """What a reader returned for some columns of a batch."""
+
+    hidden_BPX: Tensor
+    """Hidden states; in each row the last ones are of tokens, those before them are meaningless."""
+    lengths: list[int]
+    """How many are of tokens."""
+    column_BP: Tensor | None
+    """The column of each token in the batch, or None where steps follow each other."""
+
+
+def read_steps(
+    reader: Reader,
+    inputs_BTX: Tensor,
+    padding: Padding | None,
+    num_at_once: int,
+    *,
+    ends_together: bool = False,
+    num_last: int | None = None,
+) -> Iterator[Step]:
+    """Read a batch, each row from its first token.
 
     Args:
         reader: rows that read the batch; they are after it then.
         inputs_BTX: token ids (B, T), or inputs of the first layer (B, T, D).
-        lengths: number of columns of each row that are not padding, which comes first, or None if there is none.
+        padding: the padding of the batch, which is not read, or None if there is none.
         num_at_once: number of columns that are computed at once, counted from the first token of each row.
+        ends_together: whether shorter rows begin later, so that the last steps are the last ones of all rows; else they
+            end earlier.
+        num_last: number of last steps that may have gradients, or None for all.
+
+    Yields:
+        each step, when it is asked for.
     """
-    num_columns = inputs_BTX.shape[1]
-    if lengths is None or num_columns <= num_at_once:
-        steps = [reader.step(part_BPX, lengths) for part_BPX in inputs_BTX.split(num_at_once, 1)]
+    batch_size, num_columns = inputs_BTX.shape[:2]
+    lengths = [num_columns] * batch_size if padding is None else padding.lengths
+    num_steps = max(1, *(-(-length // num_at_once) for length in lengths))
+    first_step = 0 if num_last is None else num_steps - num_last  # with gradients
+    if padding is not None and padding.side == "left" and num_columns <= num_at_once:
         # for padding the model's results are arbitrary, different each time
-        steps = steps if lengths is None else [masked_padding(step_BPD, lengths, 0) for step_BPD in steps]
-        return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
-    device, hidden_BTD = inputs_BTX.device, None
-    lengths_B, row_B1 = torch.tensor(lengths), torch.arange(len(lengths))[:, None]
-    for start in range(0, max(1, *lengths), num_at_once):
-        unpadded_B = (lengths_B - start).clamp(0, num_at_once)
+        hidden_BPX = masked_padding(reader.step(inputs_BTX, lengths), lengths, 0)
+        yield Step(hidden_BPX, lengths, None)
+        return
+    if padding is None:
+        for index, part_BPX in enumerate(inputs_BTX.split(num_at_once, 1)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and index >= first_step):
+                hidden_BPX = reader.step(part_BPX)
+            yield Step(hidden_BPX, [part_BPX.shape[1]] * batch_size, None)
+        return
+    device, row_B1 = inputs_BTX.device, torch.arange(batch_size)[:, None]
+    length_B = torch.tensor(lengths)
+    start_B = num_columns - length_B if padding.side == "left" else torch.zeros_like(length_B)
+    num_skipped_B = num_steps - (-(-length_B // num_at_once)) if ends_together else torch.zeros_like(length_B)
+    for index in range(num_steps):
+        done_B = (index - num_skipped_B) * num_at_once
+        unpadded_B = torch.where(done_B < 0, 0, (length_B - done_B).clamp(0, num_at_once))
         width = max(1, int(unpadded_B.max()))
-        index_P = torch.arange(width)
-        column_BP = (num_columns - lengths_B + start + unpadded_B)[:, None] + index_P - width
+        column_BP = (start_B + done_B + unpadded_B)[:, None] + torch.arange(width) - width
         column_BP = column_BP.clamp(0, num_columns - 1)
-        step_BPD = reader.step(inputs_BTX[row_B1.to(device), column_BP.to(device)], unpadded_B.tolist())
-        if hidden_BTD is None:
-            hidden_BTD = step_BPD.new_zeros(*inputs_BTX.shape[:2], step_BPD.shape[-1])
-        row_K, index_K = (index_P >= width - unpadded_B[:, None]).nonzero(as_tuple=True)
-        places = row_K.to(device), column_BP[row_K, index_K].to(device)
-        hidden_BTD = hidden_BTD.index_put(places, step_BPD[row_K.to(device), index_K.to(device)])
-    assert hidden_BTD is not None
-    return hidden_BTD
+        with torch.set_grad_enabled(torch.is_grad_enabled() and index >= first_step):
+            hidden_BPX = reader.step(inputs_BTX[row_B1.to(device), column_BP.to(device)], unpadded_B.tolist())
+        yield Step(hidden_BPX, unpadded_B.tolist(), column_BP)
+
+
+def join_steps(steps: Iterable[Step], num_columns: int) -> Tensor:
+    """Return what the steps of a batch returned, in its columns (B, T, X), 0 for padding."""
+    parts, joined_BTX = list[Tensor](), None
+    for hidden_BPX, lengths, column_BP in steps:
+        if column_BP is None:
+            parts.append(hidden_BPX)
+            continue
+        if joined_BTX is None:
+            joined_BTX = hidden_BPX.new_zeros(len(hidden_BPX), num_columns, hidden_BPX.shape[-1])
+        is_token_BP = torch.arange(column_BP.shape[1]) >= column_BP.shape[1] - torch.tensor(lengths)[:, None]
+        row_K, index_K = is_token_BP.nonzero(as_tuple=True)
+        column_K, device = column_BP[row_K, index_K], hidden_BPX.device
+        row_K = row_K.to(device)
+        joined_BTX = joined_BTX.index_put((row_K, column_K.to(device)), hidden_BPX[row_K, index_K.to(device)])
+    if joined_BTX is not None:
+        return joined_BTX
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def masked_padding(values_BTX: Tensor, lengths: list[int], value: float) -> Tensor:
