@@ -25,10 +25,13 @@ from integrations.checkpoints.old_modules import OldConfig, old_corpus, old_mode
 from refusals import NO_RECIPE, do, files
 from safetensors.torch import load
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("cc") is None, reason="needs LD_PRELOAD and a C compiler"
-)
 TRIED = os.environ.get("TXL_FAILING_CALLS")
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux" or shutil.which("cc") is None, reason="needs LD_PRELOAD and a C compiler"
+    ),
+    pytest.mark.timeout(400 if TRIED is None else 7200),  # in the middle of a trial it would spoil those that follow
+]
 WORDS = [f"word{index}" for index in range(23)]
 TRAIN = (
     f"train {NO_RECIPE} --corpus corpus --model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 "
