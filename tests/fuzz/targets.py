@@ -559,8 +559,8 @@ def tokenizer_json(folder: Path) -> Prepared:
 @target(mutations.of_json)
 def experiment_items(folder: Path) -> Prepared:
     """CSV, TSV, JSON lines and text of `txl score --per word`; a byte says which."""
-    from transformer_xl.apps.surprisal.items import ItemColumns, read_items
     from transformer_xl.apps.surprisal.surprisal import surprisal
+    from transformer_xl.text.sources.items import ItemColumns, read_items
 
     run, kinds = make_run(folder / "run"), ("text", "csv", "tsv", "jsonl")
     columns = ItemColumns("text", ("item", "condition"), "story")
