@@ -55,10 +55,13 @@ class Settings:
     loss_segments: int = 1
     pooling: str = "last"
     name: str = ""
-    """Ending of the names of folder and results, for other settings of a task and seed."""
+    """Ending of the classifier's name, for other settings of a task and seed."""
+    part: str = ""
+    """Ending of the name of the results, for a sweep in parts."""
     lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 32768)
     """Lengths of the documents that are classified, in words."""
     memory_lengths: tuple[int, ...] = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+    """Memory lengths with which they are read, as far as they are not longer than the documents."""
     places: tuple[str, ...] = PLACES
     num_words: int = 200_000
     """Words that are read for each length and place, as documents of that length; at least `min_documents`."""
@@ -67,7 +70,7 @@ class Settings:
 
     @property
     def folder(self) -> str:
-        """Name of the classifier's folder, and of its results."""
+        """Name of the classifier's folder, and beginning of that of its results."""
         return f"{self.task}-{self.seed}{self.name}"
 
 
@@ -163,7 +166,7 @@ def train(settings: Settings, folder: Path) -> Path:
 def sweep(settings: Settings, folder: Path) -> Path:
     """Measure the accuracy by document length, place of the evidence and memory length; return the CSV file."""
     classifier, filler = txl.load_classifier(folder / settings.folder), filler_words()
-    out = folder / f"{settings.folder}.csv"
+    out = folder / f"{settings.folder}{settings.part}.csv"
     with out.open("w", newline="") as stream:
         columns = ["task", "seed", "place", "length", "read", "memory_length", "documents", "accuracy", "seconds"]
         writer = csv.writer(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 from pathlib import Path
@@ -50,3 +51,30 @@ def test_corridor_shows_the_cue_once_and_pays_for_the_right_turn() -> None:
     assert done_E.all()
     assert reward_E.tolist() == [1.0, 1.0, -1.0, -1.0]
     assert right_E.tolist() == [True, True, False, False]
+
+
+def test_planted_evidence_is_planted_and_its_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "planted_evidence.py"))
+    filler, rng = example["filler_words"](), random.Random(3)
+    assert not {*example["NAMES"], *example["MARKERS"]} & set(filler)
+    for task, words in (("name", "courier"), ("source", "reported by")):
+        for place, near in (("beginning", 0), ("middle", 150), ("anywhere", None)):
+            text, label = example["plant"](filler, 300, task, place, rng)
+            assert len(text.split()) == 299  # and the end of the text
+            assert text.count(f"{words} {label}") == 1
+            index = len(text.split(f"{words} {label}")[0].split())
+            assert near is None or near <= index < near + 16
+    text, label = example["plant"](filler, 300, "order", "anywhere", rng)
+    assert sorted(("harbour", "bridge"), key=text.index)[0] == label
+    sizes = {"num_documents": 12, "train_lengths": (32, 64), "segment_length": 8, "memory_length": 16}
+    sizes |= {"base_steps": 2, "max_steps": 2, "batch_size": 3, "lengths": (32, 64), "memory_lengths": (0, 64)}
+    settings = example["Settings"](**sizes, places=("beginning", "anywhere"), num_words=64, min_documents=2)
+    example["train"](settings, tmp_path)
+    example["plot"]([example["sweep"](settings, tmp_path)], tmp_path / "planted.svg")
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [(row[0], row[1], row[2]) for row in rows[1:]] == [
+        *[("| beginning", "32", "0"), ("| beginning", "64", "0"), ("| beginning", "64", "64")],
+        *[("| anywhere", "32", "0"), ("| anywhere", "64", "0"), ("| anywhere", "64", "64")],
+        ("| only the end is read", "64", "32"),
+    ]
+    assert (tmp_path / "planted.svg").read_text().count("</svg>") == 1

@@ -579,6 +579,17 @@ def experiment_items(folder: Path) -> Prepared:
     return seeds, check
 
 
+@target(mutations.of_json)
+def classifier_json(folder: Path) -> Prepared:
+    """classifier.json of a classifier's folder."""
+    from transformer_xl.apps.classify.classifier import ClassifierRecord, read_record
+
+    validations = [{"step": step, "train_loss": 1.5, "loss": 0.25 * step, "accuracy": 1.0} for step in (2, 4)]
+    record = ClassifierRecord(labels=("a", "b"), num_train=3, num_valid=2, validations=validations)
+    file = folder / "classifier.json"
+    return [record.model_dump_json().encode()], reader_of(file, lambda: read_record(folder).best)
+
+
 @target(mutations.of_bytes)
 def text_sources(folder: Path) -> Prepared:
     """Texts and arrays that `txl prepare` reads, by the suffix: a byte says which."""

@@ -126,6 +126,24 @@ def test_resumed_training_is_bit_equal_to_an_uninterrupted_one(
     assert_same_tensors({name: weights[name] for name in first}, first)
 
 
+def test_each_epoch_reads_every_document_once_in_an_order_of_its_own(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+
+    def backward(_: DocumentStepper, examples: Examples) -> torch.Tensor:
+        read.extend(document.astype(np.uint8).tobytes() for document in examples.documents)
+        return torch.zeros(())
+
+    monkeypatch.setattr(DocumentStepper, "backward", backward)
+    texts, labels = documents(7, seed=2)
+    train = TRAIN | {"batch_size": 3, "max_steps": 7, "eval_interval": 7}
+    finetune_classifier(base, texts, labels, tmp_path / "run", valid=(texts, labels), train=train, **OPTIONS)
+    epochs = [read[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == sorted(text.encode() for text in texts) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
 def test_killed_before_the_first_checkpoint_it_begins_again(base: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tuned(base, "whole")
     with monkeypatch.context() as patch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from refusals import Capture, assert_refused, txl
 from small_runs import make_run
 
 from transformer_xl import classify, embed, load, load_classifier
+from transformer_xl.apps.classify import command
 from transformer_xl.apps.classify.training import DocumentStepper
 
 TRAIN = [
@@ -63,7 +63,7 @@ def test_embed_writes_parquet(folder: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert np.array_equal(np.stack(table["embedding"].to_numpy()), expected)
     assert table["document"][0].as_py() == f"{folder}/a.txt"
     assert table["document"][30].as_py() == f"{folder}/train.jsonl: row 30"
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert_refused(folder, words.replace("b.parquet", "c.parquet"), r"pyarrow is not installed.*\[parquet\]", capfd)
 
 

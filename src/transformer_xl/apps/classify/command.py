@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -100,8 +101,8 @@ def embed(
     if out.suffix not in (".npy", ".parquet"):
         raise UserError(f"--out {out}: the name must end in .npy or .parquet")
     check_outputs(out, None)
-    if out.suffix == ".parquet":
-        _pyarrow()
+    if out.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise missing_extra("pyarrow", "parquet")
     texts, _ = read_documents(files, documents)
     config = check_flags(EvaluationConfig, settings)
     loaded = load_and_say(run, device_options.choose(), checkpoint)
@@ -121,20 +122,13 @@ def embed(
         print(f"{out}: {len(vectors_ND):,} vectors of {vectors_ND.shape[1]:,} numbers")
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing_extra("pyarrow", "parquet") from None
-    return pyarrow, pyarrow.parquet
-
-
 def _write_parquet(stream: Any, names: list[str], vectors_ND: npt.NDArray[np.float32]) -> None:
     """Write a table with the columns document and embedding."""
-    pyarrow, parquet = _pyarrow()
+    import pyarrow
+    from pyarrow.parquet import write_table
+
     numbers = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors_ND.reshape(-1)), vectors_ND.shape[1])
-    parquet.write_table(pyarrow.table({"document": names, "embedding": numbers}), stream)
+    write_table(pyarrow.table({"document": names, "embedding": numbers}), stream)
 
 
 def classify(

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -32,7 +34,6 @@ from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import Texts
 from transformer_xl.files import as_path, lock_folder, remove_leftovers, write_json
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.model_with_memory import init_weights
 from transformer_xl.ops.dropout import dropout_kernel
@@ -168,13 +169,9 @@ def finetune_classifier(
         examples, held_out = _split(examples, valid_fraction, config.train.seed)
     else:
         held_out = _examples(base_run, *valid, names)[1]
-    classifier = ClassifierRecord(
-        labels=names,
-        pooling=embedding.check_pooling(pooling),
-        loss_segments=loss_segments,
-        num_train=len(examples.labels),
-        num_valid=len(held_out.labels),
-    )
+    counts = {"num_train": len(examples.labels), "num_valid": len(held_out.labels)}
+    pooling = embedding.check_pooling(pooling)
+    classifier = ClassifierRecord(labels=names, pooling=pooling, loss_segments=loss_segments, **counts)
     torch.manual_seed(config.train.seed)
     head = nn.Linear(config.model.d_model, len(names), bias=False)
     init_weights(head)
@@ -284,32 +281,13 @@ def _train(trainer: ClassifierTrainer, log: Callable[[str], None], *, handle_sig
     return TrainResult(path, device, step, max_steps, step >= max_steps, None, seconds, stop_signal)
 
 
-@dataclass(frozen=True)
-class _OneSegment:
-    """What a `Stepper` asks of its text."""
-
-    local_batch_size: int
-
-    def segments_in(self, epoch: int) -> int:
-        return 1
-
-
 class DocumentStepper(Stepper):
     """Trains on documents with labels: a step is a batch of documents, whose memory begins empty."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        examples: Examples,
-        record: ClassifierRecord,
-        folder: RunFolder,
-        device: torch.device,
-    ) -> None:
-        """Prepare a model with the weights `score` of the labels for training; arguments as for a Stepper."""
-        self.examples, self.record = examples, record
-        train = folder.config.train
-        text = cast(TokenDataset, _OneSegment(train.batch_size))
-        super().__init__(model, text, train, device, finetune=folder.config.finetune)
+    examples: Examples
+    """What is trained on; to be set after the Stepper is made."""
+    record: ClassifierRecord
+    """The pooling and the number of segments with a loss; to be set too."""
 
     @override
     def initial_memories(self) -> tuple[Memory, ...]:
@@ -383,7 +361,10 @@ class ClassifierTrainer:
         self.model.score = nn.Linear(folder.config.model.d_model, len(record.labels), bias=False)
         for name, parameter in self.model.named_parameters():  # what predicts tokens has no gradient here
             parameter.requires_grad_(not name.startswith(_OF_TOKENS))
-        self.stepper = DocumentStepper(self.model.to(device), examples, record, folder, device)
+        train, finetune = folder.config.train, folder.config.finetune
+        text = cast(TokenDataset, SimpleNamespace(local_batch_size=train.batch_size, segments_in=_one))
+        self.stepper = DocumentStepper(self.model.to(device), text, train, device, finetune=finetune)
+        self.stepper.examples, self.stepper.record = examples, record
         # beside the run's own checkpoints, whose weights would be taken for better ones of a language model
         self._checkpoints = replace(folder, path=folder.path / "training")
         self._nats, self._saved_step, self._stop_requested = 0.0, -1, False
@@ -419,8 +400,9 @@ class ClassifierTrainer:
             UserError: the loss is no longer a finite number, or the disk is full; all that was saved is unchanged.
         """
         stepper, config = self.stepper, self.stepper.config
-        with ProgressBar("train", config.max_steps, "steps") as bar:
-            bar.begin_at(stepper.num_steps)
+        with ProgressBar("train", config.max_steps, "steps") if show_progress else nullcontext() as bar:
+            if bar is not None:
+                bar.begin_at(stepper.num_steps)
             while True:
                 is_end = self._stop_requested or stepper.num_steps >= config.max_steps
                 is_due = is_end or stepper.num_steps % config.checkpoint_interval == 0
@@ -428,10 +410,10 @@ class ClassifierTrainer:
                     self._save()
                 if is_end:
                     return
-                self._nats += float(stepper.step()[0])
+                self._nats += _finite(float(stepper.step()[0]), stepper.num_steps)
                 if stepper.num_steps % config.eval_interval == 0 or stepper.num_steps >= config.max_steps:
                     self._validate()
-                if show_progress:
+                if bar is not None:
                     last = self.record.validations[-1:]
                     bar.advance(1, "".join(f"valid loss {one.loss:.3f}, accuracy {one.accuracy:.1%}" for one in last))
 
@@ -444,9 +426,7 @@ class ClassifierTrainer:
             vectors_ND = embedding.read_pooled(self.model, self.valid.documents, self.record.pooling, self.plan)
         self.model.train()
         scores_NC = torch.from_numpy(vectors_ND) @ self.model.get_parameter(HEAD).cpu().T
-        loss = float(F.cross_entropy(scores_NC, torch.tensor(self.valid.labels)))
-        if not math.isfinite(loss + self._nats):
-            raise UserError(f"the loss became {loss + self._nats} at step {step:,}; lower train.learning_rate")
+        loss = _finite(float(F.cross_entropy(scores_NC, torch.tensor(self.valid.labels))), step)
         accuracy = float(np.mean(scores_NC.argmax(-1).numpy() == self.valid.labels))
         train_loss = self._nats / (step - (before[-1].step if before else 0))
         new = Validation(step=step, train_loss=train_loss, loss=loss, accuracy=accuracy)
@@ -458,8 +438,24 @@ class ClassifierTrainer:
 
     def _save(self) -> None:
         """Write a checkpoint of this step."""
-        stepper, self._saved_step = self.stepper, self.stepper.num_steps
+        stepper, step = self.stepper, self.stepper.num_steps
         validations = [one.model_dump(mode="json") for one in self.record.validations]
-        state = {"step": self._saved_step, "nats": self._nats, "validations": validations}
-        tensors, step = stepper.state_dict(), self._saved_step
-        save_checkpoint(self._checkpoints, self.model, tensors, state, stepper.numerics, SINGLE_PROCESS, good_step=step)
+        state, tensors = {"step": step, "nats": self._nats, "validations": validations}, stepper.state_dict()
+        what = self._checkpoints, self.model, tensors, state, stepper.numerics, SINGLE_PROCESS
+        save_checkpoint(*what, good_step=step)
+        self._saved_step = step
+
+
+def _one(epoch: int) -> int:
+    return 1
+
+
+def _finite(nats: float, step: int) -> float:
+    """Return the loss of a step.
+
+    Raises:
+        UserError: it is not finite.
+    """
+    if not math.isfinite(nats):
+        raise UserError(f"the loss became {nats} at step {step:,}; lower train.learning_rate")
+    return nats
