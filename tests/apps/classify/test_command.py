@@ -144,6 +144,7 @@ def test_stopped_training_is_resumed_by_the_printed_command(folder: Path, monkey
         ("embed run a.txt --out a.csv", "must end in .npy or .parquet"),
         ("embed run a.txt --out train.jsonl.npy --layer 9", "layer 9: must be 0"),
         ("embed run a.txt --per line --text-column body --out x.npy", "a text has no columns"),
+        ("embed run a.txt a.txt --out x.npy", "a file was given twice"),
         ("embed run missing.txt --out x.npy", "missing.txt"),
     ],
 )

@@ -57,8 +57,8 @@ def read_documents(
         for number, item in enumerate(read_items(str(file), content, input_format, columns), start=1):
             documents[f"{file}: {'line' if input_format == 'text' else 'row'} {number:,}"] = item.text
             given += [] if labels is None else [str(item.labels[labels])]
-    if not documents:
-        raise UserError("there is no document; give files after the run")
+    if not files or len(set(files)) < len(files):
+        raise UserError(f"{'a file was given twice' if files else 'there is no document'}; give files after the run")
     return documents, given
 
 

@@ -11,6 +11,7 @@ Shape suffixes: B documents of a micro-batch, T new tokens, D model width, N doc
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -351,8 +352,11 @@ class ClassifierTrainer:
             device: device to compute on.
 
         Raises:
-            UserError: the device does not support the settings, or parameters to freeze do not exist.
+            UserError: the device does not support the settings, parameters to freeze do not exist, or this is one of
+                several processes.
         """
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UserError("a classifier is trained by one process; start it without torchrun")
         self.folder, self.record = folder, record
         self.plan = embedding.check_plan(EvaluationPlan.resolve(folder.config))
         examples, self.valid = (Examples.of_tensors(documents, name) for name in ("train", "valid"))
