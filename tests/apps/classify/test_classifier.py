@@ -69,7 +69,7 @@ def slow_loss(
 
 
 @pytest.mark.parametrize(("pooling", "loss_segments"), [("last", 1), ("mean", 1), ("last", 3), ("mean", 9)])
-@pytest.mark.parametrize("name", ["transformer-xl", "pre-norm", "n-grams", "vaswani", "lstm"])
+@pytest.mark.parametrize("name", ["transformer-xl", "n-grams", "lstm"])
 def test_gradients_are_those_of_documents_read_one_by_one(
     name: str, pooling: str, loss_segments: int, tmp_path: Path
 ) -> None:
@@ -157,12 +157,12 @@ def test_killed_before_the_first_checkpoint_it_begins_again(base: Run, monkeypat
 def test_classifier_learns_and_classifies_as_it_was_validated(base: Run, tmp_path: Path) -> None:
     texts, labels = documents(150, seed=5)
     valid = documents(31, seed=6)
-    train = TRAIN | {"max_steps": 60, "eval_interval": 20, "batch_size": 16}
+    train = TRAIN | {"max_steps": 45, "eval_interval": 15, "batch_size": 12}
     result = finetune_classifier(base, texts, labels, tmp_path / "run", valid=valid, train=train, **OPTIONS)
     classifier = load_classifier(result.path, device="cpu")
     best = classifier.record.best
     assert classifier.record.labels == ("x", "y", "z")
-    assert [one.step for one in classifier.record.validations] == [20, 40, 60]
+    assert [one.step for one in classifier.record.validations] == [15, 30, 45]
     assert best.loss == min(one.loss for one in classifier.record.validations) < 0.1
     classified = classify(classifier, *valid)
     right_N = [classifier.record.labels.index(label) for label in valid[1]]
