@@ -198,14 +198,15 @@ def plot(paths: list[Path], out: Path) -> None:
     whole = [row for row in rows if row["read"] == row["length"]]
     cut = [row | {"place": "only the end is read", "memory_length": row["read"]} for row in rows if row not in whole]
     places = list(dict.fromkeys(row["place"] for row in whole + cut))
-    figure = Figure(figsize=(1.0 + 3.3 * len(places), 3.6), layout="constrained")
+    figure = Figure(figsize=(0.8 + 2.7 * len(places), 3.7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(places), sharey=True, squeeze=False)[0]
+    lengths = sorted({int(row["length"]) for row in rows})
     colours, styles = ("#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00"), ("-o", "--s", "-.^", ":D", "-v")
     print("| evidence | words | memory length or words read | accuracy by seed | mean |\n|---|---|---|---|---|")
     for axes, place in zip(panels, places, strict=True):
         here = [row for row in whole + cut if row["place"] == place]
-        for length, colour, style in zip(sorted({int(row["length"]) for row in here}), colours, styles, strict=False):
+        for length, colour, style in zip(lengths, colours, styles, strict=False):
             of_length = [row for row in here if int(row["length"]) == length]
             xs, ys = sorted({int(row["memory_length"]) for row in of_length}), []
             for x in xs:
@@ -223,7 +224,7 @@ def plot(paths: list[Path], out: Path) -> None:
         axes.grid(visible=True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accuracy")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, ncols=5, loc="outside lower center")
     figure.savefig(out, dpi=130, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
