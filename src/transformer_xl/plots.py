@@ -22,7 +22,7 @@ STYLES = ("-o", "--s", "-.^", ":D", "-v", "--P", "-.X")
 """Line styles and markers, for readers who cannot tell the colours apart."""
 # without a salt, the ids in an SVG are random; without these, the date is in a file
 _SALT = {"svg.hashsalt": "transformer-xl"}
-_NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_NO_DATE: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
