@@ -20,20 +20,27 @@ from transformer_xl import (
     Corpus,
     EvaluationConfig,
     GenerationConfig,
+    MinimalPair,
     Run,
     TrainConfig,
     UserError,
     beam_search,
     build_model,
     convert,
+    corpus_word_counts,
+    embed,
     evaluate,
+    fit_reading_times,
     generate,
     load,
+    minimal_pairs,
     prepare,
+    read_reading_times,
     resume,
     save,
     score,
     stream,
+    surprisal,
     train,
 )
 
@@ -142,7 +149,26 @@ WRONG_CALLS = {  # what the message must say: a call
     "memory_length is of type str ('3'); give an integer": lambda run, corpus, path: ContextLimits("3"),
     "include: Input should be a valid tuple (given: 5)": lambda run, corpus, path: prepare("a", path, include=5),
     "top_k -3: must be 1 or more": lambda run, corpus, path: GenerationConfig(top_k=-3),
+    "progress is of type bool (True); give a function": lambda run, corpus, path: score(run, "a", progress=True),
+    "progress is of type int (1); give a function": lambda run, corpus, path: evaluate(run, progress=1),
+    "progress is of type bool (False); give a function": lambda run, corpus, path: embed(run, "a", progress=False),
+    "progress is of type int (2); give a function": lambda run, corpus, path: surprisal(run, "a", progress=2),
+    "progress is of type int (3); give a function": lambda run, corpus, path: minimal_pairs(run, [PAIR], progress=3),
+    "progress is of type int; give a function": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, progress=4
+    ),
+    "threads is of type str ('2'); give an integer": lambda run, corpus, path: resume(run, threads="2"),
+    "pairs is of type int (5); give a list": lambda run, corpus, path: minimal_pairs(run, 5),
+    "pair 2 is of type tuple; give MinimalPair": lambda run, corpus, path: minimal_pairs(run, [PAIR, ("a", "b")]),
+    "pair 1 has an empty sentence": lambda run, corpus, path: minimal_pairs(run, [MinimalPair("", "b")]),
+    "context is of type int (5); give a text": lambda run, corpus, path: minimal_pairs(run, [PAIR], context=5),
+    "content is of type str (''); give the content": lambda run, corpus, path: read_reading_times("a", ""),
+    "layout is of type dict; give TableLayout": lambda run, corpus, path: read_reading_times("a", b"", {}),
+    "texts is of type int (5); give a list": lambda run, corpus, path: read_reading_times("a", b"", texts=5),
+    "corpus is of type str ('a'); give run.open_corpus()": lambda run, corpus, path: corpus_word_counts("a"),
+    "times is of type int (5); give read_reading_times": lambda run, corpus, path: fit_reading_times(run, 5, {}),
 }
+PAIR = MinimalPair("a", "b")
 
 
 @pytest.mark.parametrize("message", WRONG_CALLS)

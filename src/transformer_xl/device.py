@@ -14,7 +14,7 @@ import torch
 from rich.filesize import decimal
 
 from transformer_xl import __version__
-from transformer_xl.config import UserError, nearest
+from transformer_xl.config import UserError, check_type, nearest
 
 _MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -55,6 +55,7 @@ def set_threads(number: int | None) -> None:
         UserError: the number is below 1 or too large.
     """
     if number is not None:
+        check_type(number, int, "threads", "give an integer")
         if not 1 <= number <= _MAX_THREADS:
             raise UserError(f"threads={number}: must be between 1 and {_MAX_THREADS:,}")
         torch.set_num_threads(number)

@@ -27,7 +27,7 @@ from transformer_xl.display import Displayed
 from transformer_xl.evaluation import dynamic, sliding_window
 from transformer_xl.evaluation import with_memory as memory
 from transformer_xl.evaluation.metrics import Sums, chunks
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText, check_progress
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.model.language_model import LanguageModel
@@ -109,6 +109,7 @@ def evaluate(
     """
     check_run(run)
     config = override_config(config, overrides, "split", "max_tokens", "train_split", "progress", "token_losses")
+    check_progress(progress)
     check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
     file = None if token_losses is None else as_path(token_losses, "token_losses", "give the path of a .npy file")
     if max_tokens is not None and max_tokens < 1:

@@ -28,6 +28,7 @@ from transformer_xl.config import (
     RunConfig,
     UserError,
     check_settings,
+    check_type,
     merge,
 )
 from transformer_xl.device import Precision, has_bfloat16, resolve_dtype
@@ -40,6 +41,16 @@ _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where non
 
 ProgressCallback = Callable[[int], object]
 """Called with the number of tokens processed since the last call."""
+
+
+def check_progress(progress: ProgressCallback | None) -> None:
+    """Check an argument of a public function.
+
+    Raises:
+        UserError: it is no function.
+    """
+    if not callable(progress):
+        check_type(progress, type(None), "progress", "give a function, which is called with numbers of tokens")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.display import MAX_COLORED_TOKENS, Displayed, tokens_html
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.metrics import Sums, count
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText, check_progress
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.corpus_writer import count_words
 from transformer_xl.text.documents import Document, text_chunks
@@ -145,6 +145,7 @@ def score(
         UserError: there is no text, a text is empty or cannot be encoded, or one of the reasons that `evaluate` lists.
     """
     check_run(run)
+    check_progress(progress)
     config = override_config(config, overrides, "texts", "train_split", "progress")
     plan = EvaluationPlan.of_run(run, config)
     plan = replace(plan, train_tokens_K=train_split.tokens if train_split else None)

@@ -103,6 +103,8 @@ def prepare(
     check_type(out, (str, os.PathLike, type(None)), "out", "give the path of a new folder")
     known = (str, os.PathLike, Tokenizer, TokenizerConfig, type(None))
     check_type(tokenizer, known, "tokenizer", "give a kind such as 'word', a path, a Tokenizer or a TokenizerConfig")
+    if not callable(progress):
+        raise UserError(f"progress is of type {type(progress).__name__}; give a function")
     check_type(num_workers, int, "num_workers", "give an integer")
     if out is not None and not os.fspath(out):
         raise UserError("out: the path is empty; name a folder to create, or leave it out for corpora/NAME")

@@ -172,6 +172,14 @@ def test_classifier_learns_and_classifies_as_it_was_validated(base: Run, tmp_pat
     short = classify(classifier, *valid, segment_length=1, memory_length=0)  # each token alone decides
     assert short.accuracy > 0.9
     assert classify(classifier, valid[0]).predicted == classified.predicted
+    for wrong, message in (
+        ([""], "must be texts"),
+        ([0], "must be texts"),
+        (5, "labels is of type int"),
+        ("x", "texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            classify(classifier, ["a"], wrong)
     with pytest.raises(UserError, match="the true labels are not known; give labels"):
         _ = classify(classifier, valid[0]).accuracy
 
@@ -209,11 +217,16 @@ def test_what_cannot_be_trained_is_refused(base: Run, tmp_path: Path) -> None:
         ({"labels": labels[1:]}, "19 labels for 20 documents; give one for each"),
         ({"labels": ["x"] * 20}, "all documents have the label 'x'; give documents of two labels or more"),
         ({"labels": [*labels[1:], ""]}, "labels must be texts that are not empty"),
-        ({"labels": ["q", *labels[1:]]}, "of 1 documents with one label.*more documents"),
+        ({"labels": ["q", *labels[1:]]}, "of 1 documents with the label 'q'.*more documents"),
+        ({"valid_fraction": float("nan")}, "valid_fraction nan of"),
+        ({"valid_fraction": float("inf")}, "valid_fraction inf of"),
+        ({"loss_segments": 10**20}, "must be 1 to 2,147,483,647"),
+        ({"labels": 5}, "labels is of type int"),
+        ({"valid": texts}, r"give \(documents, labels\)"),
         ({"documents": ["", *texts[1:]]}, "text 1: the text is empty"),
         ({"valid": (["a"], ["q"])}, "the label 'q' is not one of those in training: x, y, z"),
         ({"valid_fraction": 1.0}, "give a lower fraction"),
-        ({"loss_segments": 0}, "loss_segments 0: must be 1 or more"),
+        ({"loss_segments": 0}, "loss_segments 0: must be 1 to 2"),
         ({"pooling": "max"}, "no pooling 'max'; give last or mean"),
         ({"freeze": ["layer.0.*"]}, "freeze 'layer.0.*' matches no parameter"),
         ({"train": {"compile": "layers"}}, "train.compile has no effect on documents with labels; leave it out"),
@@ -239,7 +252,11 @@ def test_what_cannot_be_trained_is_refused(base: Run, tmp_path: Path) -> None:
 def test_damaged_files_are_named(base: Run) -> None:
     path = tuned(base, "classifier").path
     record = (path / "classifier.json").read_text()
-    for damaged, message in (("{", "classifier.json is damaged"), ('{"labels": 1}', "classifier.json: ")):
+    for damaged, message in (
+        ("{", "classifier.json is damaged"),
+        (record.replace('"1"', '"2"', 1), "format: Input should be '1'"),
+        ('{"labels": 1}', "classifier.json: "),
+    ):
         (path / "classifier.json").write_text(damaged)
         with pytest.raises(UserError, match=message):
             load_classifier(path)

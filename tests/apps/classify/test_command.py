@@ -113,7 +113,7 @@ def test_stopped_training_is_resumed_by_the_printed_command(folder: Path, monkey
         ("finetune run train.jsonl --task classification", "needs --labels COLUMN"),
         (
             "finetune run train.jsonl --task classification --labels label",
-            "no column 'label'; the columns are text, topic",
+            "no column 'label'; the columns are text, topic; name yours with --labels",
         ),
         ("finetune run one.jsonl --task classification --labels topic", "all documents have the label 'x'"),
         (
@@ -139,6 +139,7 @@ def test_stopped_training_is_resumed_by_the_printed_command(folder: Path, monkey
         ("classify run a.txt", "not the folder of a classifier"),
         ("classify topics other.jsonl --labels topic", "the label 'q' is not one of those in training: x, y, z"),
         ("classify topics a.txt --labels topic", "a text has no columns"),
+        ("classify topics train.jsonl --labels topic --per file", "a text has no columns; leave --per out"),
         ("classify topics", "there is no document; give files"),
         ("classify topics a.txt --memory-length -1", "memory-length"),
         ("embed run a.txt --out a.csv", "must end in .npy or .parquet"),

@@ -9,6 +9,7 @@ import copy
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,8 @@ def test_plot_shows_gains_and_differences(fitted: ReadingTimeFits) -> None:
         ("times.csv --texts other.csv", "item t0, word 1: .* in the table and 'other' in the text"),
         ("times.csv", "does not record its corpus; pass --corpus DIR"),
         ("missing.csv", "missing.csv"),
+        ("times.csv --texts other.csv --item-column text_id", "no column 'text_id'; .* name yours with --item-column$"),
+        ("times.csv --frequencies frequencies.csv --spillover 90", "a regression; not fitted: {'first words"),
         ("times.csv --reader-column none --frequencies frequencies.csv", "a second row; the first is"),
     ],
 )  # fmt: skip
@@ -335,5 +338,9 @@ def test_settings_that_are_compared_and_too_few_readings_are_refused(folder: Pat
     few = read_reading_times("t.csv", (TABLE + "a,1,1,b,300\na,1,2,b,300\na,1,3,b,310\n").encode())
     with pytest.raises(UserError, match=r"2 readings are left, too few .*first words of texts"):
         fit(run, few)
+    same = replace(times, time_N=np.full_like(times.time_N, 250.0))
+    for settings in ({"mixed": True}, {"log_times": True}):
+        with pytest.raises(UserError, match="all reading times are the same"):
+            fit(run, same, **settings)
     with pytest.raises(UserError, match="two readers or more"):
         fit(run, few, mixed=True)

@@ -15,10 +15,10 @@ Shape suffixes: N documents, C labels, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class Validation(Settings):
 class ClassifierRecord(Settings):
     """The contents of classifier.json."""
 
-    format: str = "1"
+    format: Literal["1"] = "1"
     labels: tuple[str, ...]
     """The labels in the order of the scores."""
     pooling: Pooling = "last"
@@ -214,13 +214,13 @@ def classify(
     """
     check_type(classifier, Classifier, "classifier", "give a loaded one, such as load_classifier('runs/mine')")
     config = override_config(config, overrides, "documents", "labels", "progress")
-    if labels is not None:
-        label_indices(labels, classifier.record.labels)
+    given = None if labels is None else checked_labels(labels)
+    label_indices(given or (), classifier.record.labels)
     vectors_ND = embed(classifier.run, documents, pooling=classifier.record.pooling, config=config, progress=progress)
-    if labels is not None and len(labels) != len(vectors_ND):
-        raise UserError(f"{len(labels):,} labels for {len(vectors_ND):,} documents; give one for each")
+    if given is not None and len(given) != len(vectors_ND):
+        raise UserError(f"{len(given):,} labels for {len(vectors_ND):,} documents; give one for each")
     probabilities_NC = (torch.from_numpy(vectors_ND) @ classifier.score_CD.T).softmax(-1).numpy()
-    return Classification(classifier.record.labels, probabilities_NC, None if labels is None else tuple(labels))
+    return Classification(classifier.record.labels, probabilities_NC, given)
 
 
 def label_indices(labels: Sequence[str], known: Sequence[str]) -> list[int]:
@@ -230,6 +230,20 @@ def label_indices(labels: Sequence[str], known: Sequence[str]) -> list[int]:
         UserError: one is not known.
     """
     index_of = {label: index for index, label in enumerate(known)}
-    if unknown := next((label for label in labels if label not in index_of), None):
-        raise UserError(f"the label {unknown!r} is not one of those in training: {', '.join(known)}")
+    if unknown := [label for label in labels if label not in index_of]:
+        raise UserError(f"the label {unknown[0]!r} is not one of those in training: {', '.join(known)}")
     return [index_of[label] for label in labels]
+
+
+def checked_labels(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels of documents.
+
+    Raises:
+        UserError: they are no texts, or one is empty.
+    """
+    advice = "give a list with one for each document"
+    check_type(labels, Iterable, "labels", advice)
+    given = () if isinstance(labels, str) else tuple(labels)
+    if isinstance(labels, str) or not all(isinstance(label, str) and label for label in given):
+        raise UserError(f"labels must be texts that are not empty; {advice}")
+    return given

@@ -47,13 +47,18 @@ def read_documents(
     documents, given = dict[str, str | bytes](), list[str]()
     for file in files:
         input_format, content = options.input_format or format_of(str(file)), read_text_file(file)
-        if input_format == "text" and (labels is not None or options.text_column is not None):
-            raise UserError(f"{file}: a text has no columns; give documents as CSV or JSON lines, or --input-format")
         per = options.per or ("file" if input_format == "text" else "row")
+        if (input_format == "text" or per == "file") and (labels is not None or options.text_column is not None):
+            advice = (
+                "give documents as CSV or JSON lines, or --input-format" if options.per is None else "leave --per out"
+            )
+            raise UserError(f"{file}: a text has no columns; {advice}")
         if per == "file":
             documents[str(file)] = content
             continue
-        columns = ItemColumns(options.text_column or "text", () if labels is None else (labels,))
+        columns = ItemColumns(
+            options.text_column or "text", () if labels is None else (labels,), labels_setting="--labels"
+        )
         for number, item in enumerate(read_items(str(file), content, input_format, columns), start=1):
             documents[f"{file}: {'line' if input_format == 'text' else 'row'} {number:,}"] = item.text
             given += [] if labels is None else [str(item.labels[labels])]

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
 from transformer_xl.evaluation.score import Texts, encode_text, texts_by_name
 from transformer_xl.evaluation.with_memory import memory_slots, rows_at_once
 from transformer_xl.inference import TokenModel, require_reading_memory
@@ -101,6 +101,7 @@ def embed(
             invalid or of a method without memory.
     """
     check_run(run)
+    check_progress(progress)
     config = override_config(config, overrides, "documents", "pooling", "layer", "progress")
     plan = check_plan(EvaluationPlan.of_run(run, config))
     model = cast(TokenModel, _OneLayer(plan.model_of(run), checked_layer(run, layer)))

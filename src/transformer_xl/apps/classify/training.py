@@ -31,6 +31,7 @@ from transformer_xl.apps.classify import embedding
 from transformer_xl.apps.classify.classifier import ClassifierRecord, Validation, label_indices
 from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import TrainConfig, UserError, check_type, checked_names, grouped, merge, run_settings
+from transformer_xl.config.settings import INT32_MAX
 from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import Texts
@@ -158,8 +159,11 @@ def finetune_classifier(
     if given := [name for name in groups["train"] if name in _OF_TEXTS]:
         raise UserError(f"train.{given[0]} has no effect on documents with labels; leave it out")
     check_type(loss_segments, int, "loss_segments", "give an integer")
-    if loss_segments < 1:
-        raise UserError(f"loss_segments {loss_segments}: must be 1 or more")
+    if not 1 <= loss_segments <= INT32_MAX:
+        raise UserError(f"loss_segments {loss_segments}: must be 1 to {INT32_MAX:,}")
+    check_type(valid, (tuple, list, type(None)), "valid", "give (documents, labels)")
+    if valid is not None and len(valid) != 2:
+        raise UserError(f"valid has {len(valid):,} parts; give (documents, labels)")
     record = base_record(base_run, freeze=freeze, layer_rate_decay=layer_rate_decay)
     settings = tuned_settings(base_run, base_run.tokenizer.vocab_size, groups["model"], record)
     plain = {name: TrainConfig.model_fields[name].default for name in _OF_TEXTS}
@@ -167,7 +171,7 @@ def finetune_classifier(
     config = run_settings(merge(values, {"train": plain}, groups), "settings")
     names, examples = _examples(base_run, documents, labels)
     if valid is None:
-        examples, held_out = _split(examples, valid_fraction, config.train.seed)
+        examples, held_out = _split(examples, names, valid_fraction, config.train.seed)
     else:
         held_out = _examples(base_run, *valid, names)[1]
     counts = {"num_train": len(examples.labels), "num_valid": len(held_out.labels)}
@@ -231,17 +235,16 @@ def _examples(
     Raises:
         UserError: there is not one label for each document, or there are fewer than two, or unknown ones.
     """
-    if isinstance(labels, str) or not all(isinstance(label, str) and label for label in labels):
-        raise UserError("labels must be texts that are not empty; give a list with one for each document")
-    encoded, names = embedding.encode_documents(run, documents), known or tuple(sorted(set(labels)))
-    if len(labels) != len(encoded):
-        raise UserError(f"{len(labels):,} labels for {len(encoded):,} documents; give one for each")
+    given = classifiers.checked_labels(labels)
+    encoded, names = embedding.encode_documents(run, documents), known or tuple(sorted(set(given)))
+    if len(given) != len(encoded):
+        raise UserError(f"{len(given):,} labels for {len(encoded):,} documents; give one for each")
     if len(names) < 2:
         raise UserError(f"all documents have the label {names[0]!r}; give documents of two labels or more")
-    return names, Examples(encoded, label_indices(labels, names))
+    return names, Examples(encoded, label_indices(given, names))
 
 
-def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
+def _split(examples: Examples, names: Sequence[str], fraction: float, seed: int) -> tuple[Examples, Examples]:
     """Return the documents to train with, and a fraction of those of each label, chosen at random, to validate with.
 
     Raises:
@@ -251,11 +254,11 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Ex
     order, held_out = _random_order(len(examples.labels), seed, epoch=-1), list[int]()
     for label in sorted(set(examples.labels)):
         rows = [row for row in order if examples.labels[row] == label]
-        number = max(1, round(fraction * len(rows)))
-        if not 0 < fraction < 1 or number >= len(rows):
+        number = max(1, round(fraction * len(rows))) if 0 < fraction < 1 else len(rows)
+        if number >= len(rows):
             raise UserError(
-                f"valid_fraction {fraction:g} of {len(rows):,} documents with one label leaves none to train "
-                "with; give a lower fraction above 0, more documents, or other documents to validate with (valid)"
+                f"valid_fraction {fraction:g} of {len(rows):,} documents with the label {names[label]!r} leaves none "
+                "to train with; give a lower fraction above 0, more documents, or others to validate with (valid)"
             )
         held_out += rows[:number]
     return examples.select(sorted(set(order).difference(held_out))), examples.select(sorted(held_out))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from transformer_xl.apps.surprisal.surprisal import encode_item
-from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
 from transformer_xl.run import Run, check_run
@@ -124,6 +124,13 @@ def minimal_pairs(
     """
     check_run(run)
     plan = EvaluationPlan.of_run(run, override_config(config, overrides, "pairs", "context", "progress"))
+    check_progress(progress)
+    check_type(context, str, "context", "give a text")
+    check_type(pairs, Sequence, "pairs", "give a list of MinimalPair")
+    for number, pair in enumerate(pairs, start=1):
+        check_type(pair, MinimalPair, f"pair {number}", "give MinimalPair(good, bad)")
+        if not (pair.good and pair.bad):
+            raise UserError(f"pair {number} has an empty sentence; give two that are not")
     if not pairs or plan.method != "memory":
         raise UserError("there are no pairs; give at least one" if not pairs else "minimal pairs need method memory")
     plan.refuse_extended_context("minimal pairs")

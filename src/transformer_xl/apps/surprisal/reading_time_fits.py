@@ -31,11 +31,11 @@ from torch import nn
 
 from transformer_xl.apps.surprisal.reading_time_config import ReadingTimeSweep
 from transformer_xl.apps.surprisal.reading_times import ReadingTimes, bare
-from transformer_xl.apps.surprisal.surprisal import Whitespace, WordTokens
-from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.apps.surprisal.surprisal import Whitespace, WordTokens, check_whitespace
+from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.config.extras import missing_extra
 from transformer_xl.evaluation.evaluate import check_token_ids, override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.run import Run, check_run
@@ -169,6 +169,12 @@ def fit_reading_times(
             is asked for with one reader or without scipy.
     """
     check_run(run)
+    check_progress(progress)
+    check_whitespace(whitespace)
+    check_type(times, ReadingTimes, "times", "give read_reading_times(...)")
+    check_type(word_counts, Mapping, "word_counts", "give a mapping from words to counts")
+    check_type(sweep, (ReadingTimeSweep, type(None)), "sweep", "give ReadingTimeSweep(...)")
+    config = override_config(config, {})
     sweep = sweep or ReadingTimeSweep()
     settings = _settings(run, sweep, config)
     if sweep.mixed and len(times.readers) < 2:
@@ -184,7 +190,9 @@ def fit_reading_times(
     baseline += ["position"]
     time_N = np.log(readings.columns["time"]) if sweep.log_times else readings.columns["time"]
     if len(time_N) < 10 * len(baseline):
-        raise UserError(f"{len(time_N)} readings are left, too few for a regression; left out: {readings.left_out}")
+        raise UserError(f"{len(time_N)} readings are left, too few for a regression; not fitted: {readings.left_out}")
+    if not time_N.var() > 1e-18 * np.square(time_N).mean():
+        raise UserError("all reading times are the same, so there is nothing to fit; name another time_column")
     base_nats_N, _ = readings.held_out(baseline, time_N)
     base_mixed_nats = readings.mixed(baseline, time_N)[0] if sweep.mixed else 0.0
     rows, deltas, predictors = list[dict[str, Any]](), list[Floats](), dict[str, list[str]]()
@@ -229,7 +237,9 @@ class _Readings:
         word_N = np.cumsum([0, *sizes_I[:-1]])[times.item_N] + times.word_N
         is_unknown_W = np.array([row["num_unknown"] > 0 for row in words])
         is_first_N = times.word_N < spillover
-        is_unknown_N = ~is_first_N & np.any([is_unknown_W[word_N - lag] for lag in range(spillover + 1)], axis=0)
+        is_unknown_N = ~is_first_N & np.any(
+            [is_unknown_W[np.maximum(word_N - lag, 0)] for lag in range(spillover + 1)], axis=0
+        )
         counts = {"first words of texts": int(is_first_N.sum()), "unknown words": int(is_unknown_N.sum())}
         self.left_out = {**times.left_out, **{why: count for why, count in counts.items() if count}}
         kept_N = ~is_first_N & ~is_unknown_N
@@ -272,7 +282,7 @@ class _Readings:
             is_out_N = fold_N == fold
             coefficients_P = np.linalg.lstsq(x_NP[~is_out_N], time_N[~is_out_N])[0]
             squared_N = np.square(time_N - x_NP @ coefficients_P)
-            variance = squared_N[~is_out_N].mean()
+            variance = max(squared_N[~is_out_N].mean(), 1e-12 * time_N.var())  # for times that predictors give exactly
             nats_N[is_out_N] = -0.5 * (math.log(2 * math.pi * variance) + squared_N[is_out_N] / variance)
         return nats_N, np.linalg.lstsq(x_NP, time_N)[0][:-1] / scale_P
 
@@ -315,6 +325,7 @@ class _Readings:
             inverse_PP = np.linalg.pinv(x_PP[:-1, :-1], hermitian=True)
             coefficients_P = inverse_PP @ x_PP[:-1, -1]
             variance = (x_PP[-1, -1] - x_PP[:-1, -1] @ coefficients_P) / len(time_N)
+            variance = max(variance, 1e-12 * time_N.var())
             log_det = np.log1p(of_words * size_W).sum() + np.linalg.slogdet(readers_RR)[1]
             log_det += num_readers * math.log(of_readers)
             loss = 0.5 * (len(time_N) * (math.log(2 * math.pi * variance) + 1) + log_det)

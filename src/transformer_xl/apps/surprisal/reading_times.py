@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.apps.surprisal.reading_time_config import TableLayout
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, check_type
 from transformer_xl.evaluation.metrics import chunks
 from transformer_xl.text.sources.items import TextItem, csv_rows, decode_table
 from transformer_xl.text.token_store import Corpus
@@ -68,6 +68,8 @@ def read_reading_times(
             is missing where the text is taken from the table; a time is negative or no number; or a reader has two rows
             for one word. The message names the item, the number of the word, and what each has.
     """
+    check_type(layout, (TableLayout, type(None)), "layout", "give TableLayout(...)")
+    check_type(texts, (Sequence, type(None)), "texts", "give a list of TextItem")
     layout = layout or TableLayout()
     columns = [layout.item_column, layout.word_number_column, layout.word_column, layout.time_column]
     columns += [] if layout.reader_column is None else [layout.reader_column]
@@ -162,6 +164,7 @@ def _checked_texts(
     """Return the words of the texts that the table has words of, after comparing all words."""
     texts, first = dict[str, list[str]](), layout.first_word_number
     for item in items:
+        check_type(item, TextItem, "a text", "give TextItem({'item': name}, text)")
         (label,) = map(str, item.labels.values())
         if label in texts:
             raise UserError(f"two texts are called {label}; give each its own {layout.item_column}")
@@ -211,6 +214,7 @@ def corpus_word_counts(corpus: Corpus) -> Counter[str]:
     Raises:
         UserError: its tokens are no text.
     """
+    check_type(corpus, Corpus, "corpus", "give run.open_corpus()")
     tokenizer, counts, rest = corpus.tokenizer, Counter[bytes](), b""
     if not tokenizer.is_text:
         raise UserError("the tokens of the corpus are no text, so words have no frequencies; give a table: frequencies")

@@ -89,7 +89,7 @@ def reading_times(
 
     items = None
     if texts is not None:
-        columns = ItemColumns(text_column, (table_layout.item_column,))
+        columns = ItemColumns(text_column, (table_layout.item_column,), labels_setting="item_column")
         items = read_items(str(texts), read_text_file(texts), format_of(texts.name), columns)
     times = read_reading_times(str(table), read_text_file(table), table_layout, items)
     if frequencies is None:

@@ -40,7 +40,7 @@ from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText, check_progress
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel
 from transformer_xl.run import Run, check_run
@@ -133,8 +133,8 @@ def surprisal(
     """
     check_run(run)
     config = override_config(config, overrides, "items", "memory_lengths", "whitespace", "columns", "progress")
-    if whitespace not in get_args(Whitespace):
-        raise UserError(f"no whitespace {whitespace!r}; give one of {', '.join(get_args(Whitespace))}")
+    check_whitespace(whitespace)
+    check_progress(progress)
     plans = surprisal_plans(run, config, memory_lengths)
     checked = _checked_items(items, columns or ItemColumns())
     words = WordTokens.of_items(run.tokenizer, checked)
@@ -153,6 +153,16 @@ def surprisal(
     table = SurprisalTable(row for row in rows if row["word"] or row["tokens"])
     table.label_columns = tuple(checked[0].labels)
     return table
+
+
+def check_whitespace(whitespace: Whitespace) -> None:
+    """Check to which word spaces belong.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if whitespace not in get_args(Whitespace):
+        raise UserError(f"no whitespace {whitespace!r}; give one of {', '.join(get_args(Whitespace))}")
 
 
 def surprisal_plans(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, check_type
 from transformer_xl.files import parse_json
 
 InputFormat = Literal["text", "csv", "tsv", "jsonl"]
@@ -30,6 +30,8 @@ class ItemColumns:
     """Columns that together identify an item, such as item and condition; they are copied to the results."""
     document: str | None = None
     """Column with the document that an item belongs to, or None if all items of a file are one document."""
+    labels_setting: str = "item_columns"
+    """The setting that names the columns of labels, for messages."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def decode_table(name: str, content: bytes) -> str:
     Raises:
         UserError: it is not UTF-8.
     """
+    check_type(content, bytes, "content", "give the content of a file, such as Path(...).read_bytes()")
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -107,7 +110,7 @@ def item_of(row: Mapping[str, Any], columns: ItemColumns, place: str) -> TextIte
     Raises:
         UserError: a column is missing, the text is empty, or a label or document is neither text nor an integer.
     """
-    named = [("text_column", columns.text), *(("item_columns", label) for label in columns.labels)]
+    named = [("text_column", columns.text), *((columns.labels_setting, label) for label in columns.labels)]
     if columns.document is not None:
         named.append(("document_column", columns.document))
     for setting, column in named:
