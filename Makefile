@@ -103,7 +103,7 @@ $(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.
 	@$(PYTHON) -m venv $(CLIENTS)
 	@grep -vE '^(certifi|openai)==' constraints.txt > $(CLIENTS)/constraints.txt
 	@PIP_CONSTRAINT=$(CLIENTS)/constraints.txt PIP_BUILD_CONSTRAINT=$(CLIENTS)/constraints.txt $(CLIENTS)/bin/python \
-	  -m pip install -qq -r tests/clients/requirements.txt -e '.[lm-eval,serve,transformers]'
+	  -m pip install -qq -r tests/clients/requirements.txt -e '.[lm-eval,lora,serve,transformers]'
 	@if command -v node > /dev/null && command -v npm > /dev/null; then cp tests/clients/package.json $(CLIENTS) \
 	  && npm install --prefix $(CLIENTS) --no-audit --no-fund --silent; fi
 	@touch $@

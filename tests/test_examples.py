@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import runpy
 from pathlib import Path
@@ -92,3 +93,30 @@ def test_simulated_readers_need_what_they_are_said_to(tmp_path: Path) -> None:
     fits = fit_reading_times(run, times, corpus_word_counts(corpus), ReadingTimeSweep(memory_lengths=(3,)))
     assert fits.rows[0]["per_bit"] == pytest.approx(5, abs=0.05)  # times have tenths of ms
     assert fits.rows[0]["previous_per_bit"] == pytest.approx(2.5, abs=0.05)
+
+
+def test_planted_evidence_is_planted_and_its_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "planted_evidence.py"))
+    filler, rng = example["filler_words"](), random.Random(3)
+    assert not {*example["NAMES"], *example["MARKERS"]} & set(filler)
+    for task, words in (("name", "courier"), ("source", "reported by")):
+        for place, near in (("beginning", 0), ("middle", 150), ("anywhere", None)):
+            text, label = example["plant"](filler, 300, task, place, rng)
+            assert len(text.split()) == 299  # and the end of the text
+            assert text.count(f"{words} {label}") == 1
+            index = len(text.split(f"{words} {label}")[0].split())
+            assert near is None or near <= index < near + 16
+    text, label = example["plant"](filler, 300, "order", "anywhere", rng)
+    assert sorted(("harbour", "bridge"), key=text.index)[0] == label
+    sizes = {"num_documents": 12, "train_lengths": (32, 64), "segment_length": 8, "memory_length": 16}
+    sizes |= {"base_steps": 2, "max_steps": 2, "batch_size": 3, "lengths": (32, 64), "memory_lengths": (0, 64)}
+    settings = example["Settings"](**sizes, places=("beginning", "anywhere"), num_words=64, min_documents=2)
+    example["train"](settings, tmp_path)
+    example["plot"]([example["sweep"](settings, tmp_path)], tmp_path / "planted.svg")
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [(row[0], row[1], row[2]) for row in rows[1:]] == [
+        *[("| beginning", "32", "0"), ("| beginning", "64", "0"), ("| beginning", "64", "64")],
+        *[("| anywhere", "32", "0"), ("| anywhere", "64", "0"), ("| anywhere", "64", "64")],
+        ("| only the end is read", "64", "32"),
+    ]
+    assert (tmp_path / "planted.svg").read_text().count("</svg>") == 1

@@ -1,5 +1,16 @@
 """The public names, which `__init__.py` reads here: each is imported at its first use."""
 
+from transformer_xl.apps.classify.classifier import (
+    Classification as Classification,
+    Classifier as Classifier,
+    classify as classify,
+    load_classifier as load_classifier,
+)
+from transformer_xl.apps.classify.embedding import embed as embed
+from transformer_xl.apps.classify.training import (
+    finetune_classifier as finetune_classifier,
+    resume_classifier as resume_classifier,
+)
 from transformer_xl.config import (
     AlRfouConfig as AlRfouConfig,
     BackboneConfig as BackboneConfig,
@@ -55,7 +66,7 @@ from transformer_xl.architectures import build_model as build_model
 from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
 from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
 from transformer_xl.run import Run as Run, load as load, load_adapter as load_adapter, save as save
-from transformer_xl.apps.surprisal.items import ItemColumns as ItemColumns
+from transformer_xl.text.sources.items import ItemColumns as ItemColumns
 from transformer_xl.text.prepare import prepare as prepare
 from transformer_xl.text.token_store import Corpus as Corpus
 from transformer_xl.training.callbacks import Callback as Callback

@@ -9,6 +9,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -19,6 +20,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 """Colours that colour-blind readers can tell apart (the palette of Okabe and Ito 2008)."""
 STYLES = ("-o", "--s", "-.^", ":D", "-v", "--P", "-.X")
 """Line styles and markers, for readers who cannot tell the colours apart."""
+# without a salt, the ids in an SVG are random; without these, the date is in a file
+_SALT = {"svg.hashsalt": "transformer-xl"}
+_NO_DATE: dict[str, dict[str, None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,10 @@ def tidy(axes: Axes) -> None:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as an SVG element, without a date, so that equal figures give equal text."""
+    """Return a figure as an SVG element; equal figures give equal text."""
     text = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
+    with rc_context(_SALT):
+        FigureCanvasSVG(figure).print_svg(text, metadata=_NO_DATE["svg"])
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 
@@ -122,6 +127,12 @@ def write_plot(path: Path, figure: Figure) -> None:
     Raises:
         UserError: the file system refuses.
     """
-    suffix = path.suffix.lower().removeprefix(".")
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, format=suffix, dpi=130, metadata={"Date": None} if suffix == "svg" else None)
+        save_plot(temporary, figure, path.suffix, dpi=130)
+
+
+def save_plot(path: Path, figure: Figure, suffix: str, *, dpi: int) -> None:
+    """Write a plot in the format of a suffix; equal plots give equal files."""
+    file_format = suffix.lower().removeprefix(".")
+    with rc_context(_SALT):
+        figure.savefig(path, format=file_format, dpi=dpi, metadata=_NO_DATE.get(file_format))

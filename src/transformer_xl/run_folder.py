@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -74,6 +74,9 @@ from transformer_xl.tensor_file import DAMAGED, contents_digest, load_tensors, r
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
+HEAD = "score.weight"
+"""Name of a classifier's own weights (`apps/classify`), which are in the file of the weights of its language model."""
+
 
 def check_new_run(path: Path) -> None:
     """Refuse the folder of a new run if it holds a run already.
@@ -113,6 +116,7 @@ class RunFolder:
         tokenizer: Tokenizer,
         weights: Mapping[str, Tensor] | None = None,
         memory_lengths: MemoryLengths | None = None,
+        also: Callable[[Path], None] | None = None,
     ) -> RunFolder:
         """Create the folder of a new run.
 
@@ -122,6 +126,7 @@ class RunFolder:
             tokenizer: the tokenizer of its corpus.
             weights: tensors by name, or None if the run will be trained.
             memory_lengths: losses of these weights at several memory lengths, or None if these were not measured.
+            also: writes further files, or None; it is given the folder while that has another name.
 
         Raises:
             UserError: the path exists already, or the file system refuses.
@@ -142,6 +147,8 @@ class RunFolder:
                 if memory_lengths is not None:
                     metadata["memory_lengths"] = memory_lengths.model_dump_json()
                 save_tensors(temporary / "model.safetensors", weights, metadata)
+            if also is not None:
+                also(temporary)
         return RunFolder(path, config, tokenizer)
 
     @staticmethod
@@ -514,15 +521,16 @@ def load_weights(model: LanguageModel, file: Path) -> None:
 def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
     """Return the weights in a file, by their names in the state dict, if they fit a model.
 
-    Those of a model with an adapter are the adapter's. Names and shapes are compared before anything is allocated.
+    Those of a model with an adapter are the adapter's, and a classifier's (`HEAD`) are left out unless the model has
+    them. Names and shapes are compared before anything is allocated.
 
     Raises:
         UserError: the file is damaged, its weights are of another model, or those of an adapter are not finite.
     """
     names, state = state_names(model), model.state_dict()
     expected = {(saved, tuple(state[name].shape)) for saved, name in names.items()}
-    mismatched = expected ^ set(read_shapes(file).items())
-    if mismatched:
+    found = {(name, shape) for name, shape in read_shapes(file).items() if name != HEAD or name in names}
+    if mismatched := expected ^ found:
         name, _ = min(mismatched)
         raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")
     tensors, _ = load_tensors(file)

@@ -561,8 +561,8 @@ def tokenizer_json(folder: Path) -> Prepared:
 @target(mutations.of_json)
 def experiment_items(folder: Path) -> Prepared:
     """CSV, TSV, JSON lines and text of `txl score --per word`; a byte says which."""
-    from transformer_xl.apps.surprisal.items import ItemColumns, read_items
     from transformer_xl.apps.surprisal.surprisal import surprisal
+    from transformer_xl.text.sources.items import ItemColumns, read_items
 
     run, kinds = make_run(folder / "run"), ("text", "csv", "tsv", "jsonl")
     columns = ItemColumns("text", ("item", "condition"), "story")
@@ -581,11 +581,22 @@ def experiment_items(folder: Path) -> Prepared:
     return seeds, check
 
 
+@target(mutations.of_json)
+def classifier_json(folder: Path) -> Prepared:
+    """classifier.json of a classifier's folder."""
+    from transformer_xl.apps.classify.classifier import ClassifierRecord, read_record
+
+    validations = [{"step": step, "train_loss": 1.5, "loss": 0.25 * step, "accuracy": 1.0} for step in (2, 4)]
+    record = ClassifierRecord(labels=("a", "b"), num_train=3, num_valid=2, validations=validations)
+    file = folder / "classifier.json"
+    return [record.model_dump_json().encode()], reader_of(file, lambda: read_record(folder).best)
+
+
 @target(mutations.of_bytes)
 def reading_time_tables(folder: Path) -> Prepared:
     """Tables of reading times and of word frequencies; a byte says which, and how numbers and words are read."""
     from transformer_xl import ReadingTimeSweep, TableLayout, fit_reading_times, read_reading_times, read_word_counts
-    from transformer_xl.apps.surprisal.items import TextItem
+    from transformer_xl.text.sources.items import TextItem
 
     run, texts = make_run(folder / "run"), [TextItem({"item": 1}, "The dog, ran away."), TextItem({"item": "b"}, "No.")]
     words = list(enumerate(texts[0].text.split(), start=1))

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import labelled
 import numpy as np
 import pytest
 import torch
@@ -56,6 +57,7 @@ GIVEN = {
     "attention.md": "corpora/mine runs/mine enwik-run page.txt",
     "babylm.md": "train_10M/ dev/ test/",
     "baselines.md": "corpora/mine corpora/enwik8",
+    "classification.md": "runs/mine topics.jsonl new.jsonl report.txt",
     "context.md": "corpora/mine runs/xl runs/shaw runs/lstm runs/mine runs/al-rfou",
     "data.md": "book.txt data/a.txt data/b.txt data/c.txt data/train/a.txt v.txt.gz t.txt.gz songs.npy more.txt runs/a "
     "project/a.md project/b.md project/c.md old.txt proteins.txt variants.txt novels/",
@@ -189,6 +191,8 @@ def give(name: str, world: Path) -> None:
         path.write_text("\n".join(["reader,item,word_number,word,time", *rows]))
     elif path.suffix == ".csv":
         path.write_text(CSV)
+    elif path.suffix == ".jsonl":
+        labelled.write_lines(path, *labelled.documents(40))
     elif path.suffix == ".npy":
         np.save(path, np.arange(3000) * 7 % 388)
     elif path.suffix == ".gz":

@@ -21,11 +21,13 @@ COMMANDS = {
     "'if not set' is for what neither sets. "
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
     "one skips the validation. --resume continues from there with the same training as without the stop.",
-    "finetune": "Train the weights of a run further on another corpus, as a new run.",
+    "finetune": "Train the weights of a run further, on another corpus or as a classifier, as a new run.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
     "reading-times": "Fit reading times by surprisal at several memory lengths, attention windows and n-gram orders.",
     "minimal-pairs": "Compare the probabilities of the sentences of minimal pairs, as in BLiMP: accuracy by group.",
+    "embed": "Write a vector for each document, of any length, read with memory.",
+    "classify": "Predict the labels of documents with a classifier of 'txl finetune --task classification'.",
     "watch": "Read a text as it is written, and print the lines that surprise a run.",
     "generate": "Generate text with a trained model.",
     "serve": "Serve runs over HTTP: OpenAI's API, and sessions whose memory stays on the server.",
@@ -44,6 +46,8 @@ APPS = {
     "watch": "watch.command",
     "reading-times": "surprisal.reading_times_command",
     "minimal-pairs": "surprisal.minimal_pairs_command",
+    "embed": "classify.command",
+    "classify": "classify.command",
 }
 """The module in `apps/` of each command that is not of the core."""
 

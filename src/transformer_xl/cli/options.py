@@ -92,6 +92,43 @@ WordFlags = Annotated[WordOptions, Parameter(name="*")]
 NO_WORD_OPTIONS = WordOptions()
 
 
+@dataclass(frozen=True)
+class DocumentOptions:
+    """What is a document, in files that are read as documents."""
+
+    per: Literal["file", "line"] | None = None
+    """Of a text, whether the file is a document, or each line. [default: file; of a table, each row]"""
+    input_format: Literal["text", "csv", "tsv", "jsonl"] | None = None
+    """A text, or a table with a document in each row. [default: by the suffix of the file, else text]"""
+    text_column: str | None = None
+    """Column of the text in CSV and JSON lines. [default: text]"""
+
+
+DocumentFlags = Annotated[DocumentOptions, Parameter(name="*")]
+NO_DOCUMENT_OPTIONS = DocumentOptions()
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """Options of `--task classification` alone."""
+
+    labels: str | None = None
+    """With classification, the column of the labels in CSV and JSON lines."""
+    valid: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
+    """With classification, a file of documents to validate with; may be repeated. [default: some of the documents]"""
+    valid_fraction: float | None = None
+    """With classification, the fraction of the documents to validate with. [default: 0.1]"""
+    pooling: Literal["last", "mean"] | None = None
+    """With classification, what the label is predicted from: the hidden state of the last token, or the mean of those
+    of all tokens. [default: last]"""
+    loss_segments: Annotated[int | None, Integer] = None
+    """With classification, number of segments at the end of a document that are read with gradients. [default: 2]"""
+
+
+ClassifierFlags = Annotated[ClassifierOptions, Parameter(name="*")]
+NO_CLASSIFIER_OPTIONS = ClassifierOptions()
+
+
 def parse_integers(flag: str, text: str, *, minimum: int = 1) -> tuple[int, ...]:
     """Parse integers separated by commas, such as 800,1800.
 

@@ -33,8 +33,8 @@ from transformer_xl.files import csv_text, write_text
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
-    from transformer_xl.apps.surprisal.items import TextItem
     from transformer_xl.evaluation.score import TextScore
+    from transformer_xl.text.sources.items import TextItem
     from transformer_xl.text.tokenizers import Tokenizer
 
 _MAX_CELL_LENGTH = 60  # characters of a text in a table

@@ -92,6 +92,14 @@ def train(
     elif "model" in options:
         setting = next(iter(options["model"]))
         raise UserError(f"model.{setting} cannot change within a run; start a new one with --run DIR")
+    elif (resume / "classifier.json").is_file():
+        if given := [name for name in ("train", "evaluation") if name in options]:
+            raise UserError(f"settings of {given[0]} cannot change within a classifier's training; leave them out")
+        if corpus or base or from_step is not None:
+            raise UserError("a classifier is resumed from its newest checkpoint; leave --corpus, --base and --from out")
+        from transformer_xl.apps.classify.command import resume_classifier
+
+        return resume_classifier(resume, json=json, **options)
     else:
         result = training.resume(resume, corpus, from_step=from_step, base=base, **options)
     return print_result(result, as_json=json)

@@ -150,7 +150,7 @@ def score(
     plan = replace(plan, train_tokens_K=train_split.tokens if train_split else None)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)
-    contents = _texts_by_name(texts)
+    contents = texts_by_name(texts)
     encoded = {name: encode_text(run.tokenizer, name, content) for name, content in contents.items()}
     if not encoded:
         raise UserError("there is nothing to score; give at least one text")
@@ -170,7 +170,12 @@ def score(
     return scores
 
 
-def _texts_by_name(texts: Texts) -> dict[str, bytes]:
+def texts_by_name(texts: Texts) -> dict[str, bytes]:
+    """Return texts by their names: those of a mapping, else "text" or "text 1", "text 2" and so on.
+
+    Raises:
+        UserError: they are of another type.
+    """
     if isinstance(texts, str | bytes):
         return {"text": to_bytes(texts)}
     if isinstance(texts, Mapping):

@@ -96,6 +96,11 @@ def _filled_slots(length: int, plan: EvaluationPlan) -> int:
     return min(plan.context_limits.memory_length, (length - 1) // plan.segment_length * plan.segment_length)
 
 
+def rows_at_once(length: int, plan: EvaluationPlan) -> int:
+    """Return the batch size for sequences of `length` tokens at most: the one that is set, or enough for the device."""
+    return plan.batch_size or max(1, _KEYS_PER_STEP // (min(length, plan.segment_length) + _filled_slots(length, plan)))
+
+
 class TextSequence(NamedTuple):
     """Consecutive tokens of a text that one batch row reads, as positions in the text."""
 
@@ -154,8 +159,7 @@ def read_sequences(
     begin = 0
     while begin < len(longest_first_Q):
         length = int(length_Q[longest_first_Q[begin]])
-        num_keys = min(length, plan.segment_length) + _filled_slots(length, plan)
-        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
+        batch_size = rows_at_once(length, plan)
         if begin == 0:  # the longest sequences; what is freed after them may count as used
             num_rows, num_new = min(batch_size, len(length_Q)), min(length, plan.segment_length)
             num_slots, advice = memory_slots(model, length, plan), "lower memory_length, segment_length or batch_size"

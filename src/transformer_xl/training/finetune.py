@@ -133,14 +133,9 @@ def finetune(
             matches no parameter, or a reason that `train` lists.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    base_run = base
-    if not isinstance(base_run, Run):
-        base_run = load(as_path(base_run, "base", "give a run"), device="cpu", checkpoint=checkpoint)
-    check_run(base_run)
-    if base_run.path is None or base_run.weights is None:
-        raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
+    base_run = open_base(base, checkpoint)
+    assert base_run.path is not None
     check_type(replace_tokenizer, bool, "replace_tokenizer", "give True or False")
-    _check_names(freeze, "freeze", "give a list of patterns such as ['embedding.*']")
     _check_names(lora_targets, "lora_targets", "give a list of names such as ['q_proj', 'v_proj']")
     for name, overrides in (("model", model), ("train", train), ("evaluation", evaluation)):
         check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
@@ -150,25 +145,13 @@ def finetune(
     old_of_V = old_ids(base_run, opened)
     if old_of_V is not None:
         _check_tokens(base_run, opened, old_of_V, replace_tokenizer=replace_tokenizer)
-    base_run.model.check_plain("fine-tuned")
-    if isinstance(base, Run):
-        _check_stored(base_run)
     lora = _lora(base_run, lora_rank, lora_alpha, lora_dropout, lora_targets)
     if lora is not None and old_of_V is not None:
         raise UserError("an adapter has no embeddings for the tokens of another tokenizer; leave out lora_rank")
-    used = base_run.weights.used
-    record = {
-        "base": str(base_run.path.resolve()),
-        "base_sha256": contents_digest(used.file),
-        "base_step": used.step,
-        "freeze": tuple(freeze),
-        "layer_rate_decay": layer_rate_decay,
-        "lora": lora,
-    }
-    check_settings(FinetuneConfig, record, "finetune")
+    record = base_record(base_run, freeze=freeze, layer_rate_decay=layer_rate_decay, lora=lora)
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
-    settings = _settings(base_run, opened, changes, record)
+    settings = tuned_settings(base_run, opened.tokenizer.vocab_size, changes, record)
     kept = None if old_of_V is None else num_kept(base_run, settings, old_of_V)
     record["kept_tokens"] = kept
     if progress and kept is not None and old_of_V is not None:
@@ -188,6 +171,48 @@ def finetune(
         losses = text_losses(base_run, opened, result.run, say if progress else ignore)
         return replace(result, losses=losses)
     return result
+
+
+def open_base(base: Run | Path | str, checkpoint: CheckpointName = "best") -> Run:
+    """Return the run that fine-tuning begins with, which may be loaded already; arguments as for `finetune`.
+
+    Raises:
+        UserError: it is in no folder, or has other weights than its folder, of 8 bits or an adapter beside them.
+    """
+    run = base
+    if not isinstance(run, Run):
+        run = load(as_path(run, "base", "give a run"), device="cpu", checkpoint=checkpoint)
+    check_run(run)
+    if run.path is None or run.weights is None:
+        raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
+    run.model.check_plain("fine-tuned")
+    if isinstance(base, Run):
+        _check_stored(base)
+    return run
+
+
+def base_record(
+    base: Run, *, freeze: Sequence[str], layer_rate_decay: float, lora: Overrides | None = None
+) -> dict[str, Any]:
+    """Return the settings of `FinetuneConfig` for a base; arguments as for `finetune`.
+
+    Raises:
+        UserError: one of them is invalid.
+    """
+    _check_names(freeze, "freeze", "give a list of patterns such as ['embedding.*']")
+    assert base.path is not None
+    assert base.weights is not None
+    used = base.weights.used
+    record = {
+        "base": str(base.path.resolve()),
+        "base_sha256": contents_digest(used.file),
+        "base_step": used.step,
+        "freeze": tuple(freeze),
+        "layer_rate_decay": layer_rate_decay,
+        "lora": lora,
+    }
+    check_settings(FinetuneConfig, record, "finetune")
+    return record
 
 
 def _check_names(names: object, argument: str, advice: str) -> None:
@@ -259,8 +284,14 @@ def _check_tokens(base: Run, corpus: Corpus, old_of_V: npt.NDArray[np.int64], *,
         raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
 
 
-def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides) -> RunConfig:
-    """Return the settings that fine-tuning starts from; `record` is what they say about it.
+def tuned_settings(base: Run, vocab_size: int, overrides: Overrides, record: Overrides) -> RunConfig:
+    """Return the settings that fine-tuning starts from: those of the base with a short schedule.
+
+    Args:
+        base: the base.
+        vocab_size: number of tokens of the new tokenizer.
+        overrides: settings of the model that will replace the base's.
+        record: what the settings say about fine-tuning, as `base_record` returns it.
 
     Raises:
         UserError: a setting in `overrides` could change the weights or what they mean.
@@ -270,7 +301,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides, record: Overrides
             f"model.{fixed[0]} cannot change in fine-tuning; leave it out. Only these settings of the model can: "
             f"{', '.join(_CHANGEABLE)}"
         )
-    config, vocab_size = base.config, corpus.tokenizer.vocab_size
+    config = base.config
     is_of_adapter = config.finetune is not None and (config.finetune.lora is not None or config.finetune.merged)
     is_own_rate = config.corpus is not None and not is_of_adapter
     rate = config.train.learning_rate if is_own_rate else _CONVERTED_RATE

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -267,7 +267,7 @@ def run_training(
                     log,
                 )
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
-            with _stop_signals(trainer, handle_signals=handle_signals) as received:
+            with stop_signals(trainer, handle_signals=handle_signals) as received:
                 finished = trainer.run()
                 num_signals = min(len(received), 1)
                 record_memory_lengths(trainer, lambda: len(received) > num_signals, progress=show_progress)
@@ -532,8 +532,15 @@ def _restore(trainer: Trainer, log: Callable[[str], None], from_step: int | None
     log(f"resuming {trainer.folder.path} at step {step:,} of {max_steps:,}{nothing}")
 
 
+class Stoppable(Protocol):
+    """A training that can be stopped."""
+
+    def stop(self, *, skip_validation: bool = False) -> None:
+        """End training after the current step, with a checkpoint."""
+
+
 @contextmanager
-def _stop_signals(trainer: Trainer, *, handle_signals: bool) -> Iterator[list[int]]:
+def stop_signals(trainer: Stoppable, *, handle_signals: bool) -> Iterator[list[int]]:
     """Let signals stop a trainer, and append them to the yielded list; a second one skips validation, the fourth kills.
 
     A second signal may come while the checkpoint is written, which must not end that. Without `handle_signals`, only

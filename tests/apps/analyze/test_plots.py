@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from transformer_xl.plots import draw_gains
+from transformer_xl.plots import draw_gains, to_svg, write_plot
 
 
 @pytest.fixture
@@ -36,3 +37,12 @@ def test_lines_are_the_gains_in_percent(results: dict[str, Any]) -> None:
         for look in ("get_color", "get_linestyle", "get_marker"):  # not only colours tell models apart
             assert len({getattr(line, look)() for line in lines}) == 2
     assert "7 tokens more (%)" in panels[0].get_ylabel()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
+def test_equal_plots_give_equal_files(results: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    """So that a command which is repeated changes no file."""
+    for name in ("one", "two"):
+        write_plot(tmp_path / f"{name}.{suffix}", draw_gains(results))
+    assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+    assert to_svg(draw_gains(results)) == to_svg(draw_gains(results))

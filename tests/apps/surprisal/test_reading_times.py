@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transformer_xl.apps.surprisal.items import TextItem
 from transformer_xl.apps.surprisal.reading_time_config import TableLayout
 from transformer_xl.apps.surprisal.reading_times import (
     ReadingTimes,
@@ -21,6 +20,7 @@ from transformer_xl.config import UserError
 from transformer_xl.evaluation import metrics
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
+from transformer_xl.text.sources.items import TextItem
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

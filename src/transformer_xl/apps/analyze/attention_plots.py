@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from transformer_xl.apps.analyze.attention_maps import TermMaps, pluralize
 from transformer_xl.apps.analyze.attention_page import truncate
-from transformer_xl.plots import COLOURS, tidy
+from transformer_xl.plots import COLOURS, save_plot, tidy
 
 Head = tuple[int, int]
 """Layer and head, both from 0."""
@@ -38,9 +38,9 @@ _STYLES = ("-", "--", "-.", ":")  # line styles
 
 def save(figure: Figure, stem: Path) -> list[str]:
     """Write a plot as `stem`.png and `stem`.svg; return the names of the files."""
-    figure.savefig(stem.with_suffix(".png"), dpi=110)
+    save_plot(stem.with_suffix(".png"), figure, ".png", dpi=110)
     figure.set_layout_engine("none")  # keep the layout computed for the .png
-    figure.savefig(stem.with_suffix(".svg"), dpi=110, metadata={"Date": None})
+    save_plot(stem.with_suffix(".svg"), figure, ".svg", dpi=110)
     return [stem.with_suffix(suffix).name for suffix in (".png", ".svg")]
 
 

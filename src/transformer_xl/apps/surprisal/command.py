@@ -12,9 +12,9 @@ from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
-    from transformer_xl.apps.surprisal.items import TextItem
     from transformer_xl.apps.surprisal.surprisal import SurprisalTable
     from transformer_xl.run import Run
+    from transformer_xl.text.sources.items import TextItem
 
 
 def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[TextItem]:
@@ -23,7 +23,7 @@ def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[
     Raises:
         UserError: a file has no items, is damaged, or lacks a column.
     """
-    from transformer_xl.apps.surprisal.items import ItemColumns, format_of, read_items
+    from transformer_xl.text.sources.items import ItemColumns, format_of, read_items
 
     labels = [name.strip() for name in (options.item_columns or "item").split(",")]
     columns = ItemColumns(options.text_column or "text", tuple(labels), options.document_column)

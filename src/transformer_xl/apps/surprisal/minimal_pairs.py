@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
-from transformer_xl.apps.surprisal.items import TextItem, decode_table, json_rows
 from transformer_xl.apps.surprisal.surprisal import encode_item
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.evaluate import override_config
@@ -22,6 +21,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
 from transformer_xl.run import Run, check_run
+from transformer_xl.text.sources.items import TextItem, decode_table, json_rows
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings

@@ -29,7 +29,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from transformer_xl.apps.surprisal.items import TextItem
 from transformer_xl.apps.surprisal.reading_time_config import ReadingTimeSweep
 from transformer_xl.apps.surprisal.reading_times import ReadingTimes, bare
 from transformer_xl.apps.surprisal.surprisal import Whitespace, WordTokens
@@ -40,6 +39,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel, prepare_inference
 from transformer_xl.run import Run, check_run
+from transformer_xl.text.sources.items import TextItem
 
 Floats = npt.NDArray[np.float64]
 _MIN_UNITS, _SAMPLES = 10, 2000

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.apps.surprisal.items import TextItem, csv_rows, decode_table
 from transformer_xl.apps.surprisal.reading_time_config import TableLayout
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.metrics import chunks
+from transformer_xl.text.sources.items import TextItem, csv_rows, decode_table
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import to_bytes
 

@@ -81,11 +81,11 @@ def reading_times(
     check_outputs(out, plot)
     config, table_layout = check_flags(EvaluationConfig, settings), check_flags(TableLayout, layout)
     compared = check_flags(ReadingTimeSweep, sweep)
-    from transformer_xl.apps.surprisal.items import ItemColumns, format_of, read_items
     from transformer_xl.apps.surprisal.reading_time_fits import fit_reading_times
     from transformer_xl.apps.surprisal.reading_times import corpus_word_counts, read_reading_times, read_word_counts
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.sources.archives import read_text_file
+    from transformer_xl.text.sources.items import ItemColumns, format_of, read_items
 
     items = None
     if texts is not None:

@@ -38,13 +38,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from transformer_xl.apps.surprisal.items import ItemColumns, TextItem, check_items, item_of
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel
 from transformer_xl.run import Run, check_run
+from transformer_xl.text.sources.items import ItemColumns, TextItem, check_items, item_of
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
 

@@ -332,15 +332,17 @@ class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
         return self.own_tokenizer.unk_token_id if found is None else found
 
     @override
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens as the library writes them, of padding by its name, which others look up."""
+        others = {token: index for token, index in super().get_vocab().items() if index != self._padding.id}
+        return others | {self._padding.name: self._padding.id}
+
+    @override
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
         tokens = super().convert_ids_to_tokens(ids, skip_special_tokens)  # the library has none for padding
-        return (
-            self._padding.name
-            if tokens is None
-            else tokens
-            if isinstance(tokens, str)
-            else [self._padding.name if token is None else token for token in tokens]
-        )
+        if tokens is None or isinstance(tokens, str):
+            return tokens or self._padding.name
+        return [self._padding.name if token is None else token for token in tokens]
 
     @override
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
