@@ -87,7 +87,7 @@ def test_loss_of_a_text_is_that_of_score(name: str, has_gradients: bool, tmp_pat
     model, tokenizer = from_run(run)
     text = "the cat sat on the mat and looked at the dog, " * 13
     expected = score(run, text)[0].sums.nats / len(text)
-    ids_BT = torch.tensor([[tokenizer.tokenizer.bos_token_id, *text.encode()]])
+    ids_BT = torch.tensor([[tokenizer.own_tokenizer.bos_token_id, *text.encode()]])
     for use_cache in (True, False):
         with torch.set_grad_enabled(has_gradients):
             assert model(ids_BT, labels=ids_BT, use_cache=use_cache).loss.item() == pytest.approx(expected, abs=1e-5)

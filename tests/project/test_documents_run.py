@@ -55,6 +55,7 @@ CSV = "story,condition,sentence,text\na,x,1,the union received an offer\na,x,2,t
 GIVEN = {
     "README.md": "my-texts/ downloads/transfo-xl-wt103",
     "attention.md": "corpora/mine runs/mine enwik-run page.txt",
+    "babylm.md": "train_10M/ dev/ test/",
     "baselines.md": "corpora/mine corpora/enwik8",
     "classification.md": "runs/mine topics.jsonl new.jsonl report.txt",
     "context.md": "corpora/mine runs/xl runs/shaw runs/lstm runs/mine runs/al-rfou",

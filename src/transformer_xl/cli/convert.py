@@ -25,6 +25,7 @@ def convert(
     pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
     base: Path | None = None,
     eos_token: str | None = None,
+    add_bos_token: Annotated[bool, Parameter(negative=())] = False,
     json: Json = False,
 ) -> None:
     """Convert a checkpoint of another program to a run, or a run to a folder for transformers. No code is executed.
@@ -56,6 +57,9 @@ def convert(
     eos_token
         Token that ends a text, for --to huggingface: a word, or the text of a token; \\n is the newline. [default:
         <|endoftext|> of a tokenizer that has it, else none]
+    add_bos_token
+        Begin each text with the beginning-of-sequence token, for --to huggingface: programs then score its first token
+        too, as 'txl minimal-pairs' does.
     """
     from transformer_xl.integrations.checkpoints import convert as checkpoints
 
@@ -69,6 +73,7 @@ def convert(
         pre_tokenizer=pre_tokenizer,
         base=base,
         eos_token=None if eos_token is None else eos_token.replace("\\n", "\n"),
+        add_bos_token=add_bos_token,
     )
     seconds = time.perf_counter() - start
     say_weights(result.weights)

@@ -85,6 +85,7 @@ def convert(
     pre_tokenizer: PreTokenizerName | None = None,
     base: Path | str | None = None,
     eos_token: str | None = None,
+    add_bos_token: bool = False,
 ) -> ConversionResult:
     """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's transformers.
 
@@ -106,6 +107,8 @@ def convert(
         base: for an adapter, the folder of its base, or None for where it was. Its checksum must be the recorded one.
         eos_token: for "huggingface", the token at which their programs end a text: a word, or the text of a token such
             as "\n"; None for the token that ends documents, if the tokenizer has one.
+        add_bos_token: for "huggingface", whether its tokenizer begins each text with the beginning-of-sequence token,
+            so that programs score the first token of a text too.
 
     Returns:
         the format, the number of parameters, the tokenizer, who can read the result, and notes on what was left out or
@@ -121,15 +124,16 @@ def convert(
     known = (str, Path, Tokenizer, type(None))
     check_type(tokenizer, known, "tokenizer", "give a path, 'byte', 'integer' or a Tokenizer")
     check_is_new(out)
-    if eos_token is not None and to != "huggingface":
-        raise UserError(f"eos_token={eos_token} is for to=huggingface; leave it out")
+    for name, value in (("eos_token", eos_token), ("add_bos_token", add_bos_token or None)):
+        if value is not None and to != "huggingface":
+            raise UserError(f"{name}={value} is for to=huggingface; leave it out")
     is_adapter = (source / PEFT_CONFIG_FILE).exists() and (source / "config.yaml").exists()
     if to != "run" or is_adapter:
         options = {"source_format": source_format, "tokenizer": tokenizer, "pre_tokenizer": pre_tokenizer}
         if inapplicable := [f"{name}={value}" for name, value in options.items() if value is not None]:
             other = f"to={to}" if to != "run" else "an adapter"
             raise UserError(f"{', '.join(inapplicable)} cannot be combined with {other}; leave the former out")
-        return _export(source, out, to, base, eos_token)
+        return _export(source, out, to, base, eos_token, add_bos_token)
     if base is not None:
         raise UserError(f"{source} is no adapter; leave out base={base}")
 
@@ -151,7 +155,7 @@ def convert(
 
 
 def _export(
-    source: Path, out: Path, to: OutputName, base: Path | str | None, eos_token: str | None
+    source: Path, out: Path, to: OutputName, base: Path | str | None, eos_token: str | None, add_bos_token: bool
 ) -> ConversionResult:
     """Write a run as a folder for transformers, or an adapter, merged into its base, as a run."""
     run = load(source, device="cpu", base=base)
@@ -162,7 +166,7 @@ def _export(
     if to == "run":
         save(run, out)
     elif to == "huggingface":
-        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token)
+        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token, add_bos_token)
         readers = pretrained.READERS
     else:
         notes = huggingface.write(out, run.config, weights, run.tokenizer)

@@ -162,6 +162,7 @@ def write(
     tokenizer: Tokenizer,
     memory_lengths: MemoryLengths | None = None,
     eos_token: str | None = None,
+    add_bos_token: bool = False,
 ) -> None:
     """Write a model as a folder that transformers 5 opens with this package.
 
@@ -172,12 +173,13 @@ def write(
         tokenizer: the tokenizer.
         memory_lengths: as for `config_values`.
         eos_token: as for `generation_values`.
+        add_bos_token: whether the tokenizer begins each text with the beginning-of-sequence token.
 
     Raises:
         UserError: the folder exists, the file system refuses, or the vocabulary has no such token.
     """
     values, generation = config_values(config, memory_lengths), generation_values(tokenizer, eos_token)
-    fast = fast_tokenizer(tokenizer)
+    fast = fast_tokenizer(tokenizer, add_bos_token=add_bos_token)
     fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
     with atomic_folder(path) as temporary:
         write_config(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
@@ -193,7 +195,8 @@ def write(
                 "auto_map": FAST_TOKENIZER_AUTO_MAP,
             }
         tokenizer_values |= special_values(tokenizer, eos_token)
-        write_config(temporary / "tokenizer_config.json", tokenizer_values)
+        added = {"add_bos_token": True} if add_bos_token else {}
+        write_config(temporary / "tokenizer_config.json", {**tokenizer_values, **added})
         write_code(temporary)
 
 

@@ -96,8 +96,10 @@ def pad_token_id(tokenizer: Tokenizer, eos_token: str | None = None) -> int:
     return tokenizer.vocab_size if named is None else named
 
 
-def fast_tokenizer(tokenizer: Tokenizer) -> dict[str, Any] | None:
+def fast_tokenizer(tokenizer: Tokenizer, *, add_bos_token: bool = False) -> dict[str, Any] | None:
     """Return the content of a tokenizer.json that gives the ids of a tokenizer for every text, or None.
+
+    With `add_bos_token`, the beginning-of-sequence token is put before each text.
 
     There is none where the library has not our rules or cannot refuse a text: words that are lowercased or split by
     `moses` or `punctuation`, words without `<unk>` or `<eos>`, characters without bytes, integers, and tokenizers of
@@ -126,12 +128,26 @@ def fast_tokenizer(tokenizer: Tokenizer) -> dict[str, Any] | None:
         pre_tokenizer = {**_LINES, "pattern": {"Regex": _ASCII_WHITESPACE}, "behavior": "Removed"}
     elif not isinstance(tokenizer, ByteTokenizer):
         return None
+    post_processor = None
+    if add_bos_token:
+        bos = next(name for name, index in vocab.items() if index == tokenizer.bos_token_id)
+        first, second = (
+            [{"SpecialToken": {"id": bos, "type_id": number}}, {"Sequence": {"id": name, "type_id": number}}]
+            for number, name in enumerate("AB")
+        )
+        post_processor = {
+            "type": "TemplateProcessing",
+            "single": first,
+            "pair": [*first, *second],
+            "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_token_id], "tokens": [bos]}},
+        }
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "added_tokens": [{"id": index, "content": name, "special": True, **flags} for index, name in added],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
+        "post_processor": post_processor,
         "decoder": _BYTE_LEVEL if model["type"] == "BPE" and not model.get("byte_fallback") else None,
         "model": model,
     }

@@ -30,7 +30,7 @@ from transformer_xl.integrations.checkpoints.pretrained import WEIGHT_PREFIX, ge
 from transformer_xl.integrations.huggingface.cache import MemoryCache, Preparation, preparable_dtype
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
-from transformer_xl.integrations.huggingface.padding import Padding, read_mask
+from transformer_xl.integrations.huggingface.padding import Padding, column_mask, read_mask
 from transformer_xl.integrations.huggingface.prefix import prefix_memory
 from transformer_xl.integrations.huggingface.reading import (
     AllLayers,
@@ -130,7 +130,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         Args:
             input_ids: token ids (B, T).
             attention_mask: 1 for tokens and 0 for padding, (B, T), or with the columns of `past_key_values` before
-                them. Padding is on the left, or without a cache on the right.
+                them. Padding is on the left, or without a cache on the right. A causal mask (B, T, T) says the same.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
             others: arguments that must be None, since they mean nothing here.
             wanted: `output_hidden_states` and `output_attentions`; None means as configured.
@@ -153,6 +153,8 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         assert inputs is not None
         check_shape(inputs, is_ids=input_ids is not None)
         cache, prefix = check_cache(past_key_values)
+        if attention_mask is not None:
+            attention_mask = column_mask(attention_mask)
         padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
         configured = (self.config.output_hidden_states, self.config.output_attentions)
         pairs = zip(wanted, configured, strict=True)
@@ -495,7 +497,7 @@ class TransformerXLModel(TransformerXLPreTrainedModel):
         Args:
             input_ids: token ids (B, T).
             attention_mask: 1 for tokens and 0 for padding, (B, T), or with the columns of `past_key_values` before
-                them. Padding is on the left, or without a cache on the right.
+                them. Padding is on the left, or without a cache on the right. A causal mask (B, T, T) says the same.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
             past_key_values: as for `TransformerXLForCausalLM`.
             use_cache: as for `TransformerXLForCausalLM`; None means no if attention is asked for without a cache.

@@ -72,7 +72,7 @@ class TransformerXLForCausalLM(TransformerXLPreTrainedModel, GenerationMixin):
         Args:
             input_ids: token ids (B, T).
             attention_mask: 1 for tokens and 0 for padding, (B, T), or with the columns of `past_key_values` before
-                them. Padding is on the left, or without a cache on the right.
+                them. Padding is on the left, or without a cache on the right. A causal mask (B, T, T) says the same.
             inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
             past_key_values: a `MemoryCache`, which holds the next memory afterwards, or None if there is nothing before
                 these tokens. An empty one says that they are a text to continue, as `generate` does; a model without

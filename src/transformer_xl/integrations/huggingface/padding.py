@@ -1,7 +1,7 @@
 """Batches with padding: which columns an attention mask marks as padding, and how rows of unequal lengths are read.
 
-Shape suffixes: B batch rows, T columns of the input, P columns of a step, D model width, K tokens of a step, X any
-size.
+Shape suffixes: B batch rows, T columns of the input, P columns of a step, D model width, K tokens of a step or places
+in a mask, X any size.
 """
 
 from __future__ import annotations
@@ -57,6 +57,32 @@ def read_mask(attention_mask: Tensor, num_new: int, num_past: int) -> Padding | 
         "attention_mask has padding between tokens, or rows padded on different sides; pad all rows on the left "
         "(or all on the right, without a cache)"
     )
+
+
+def column_mask(attention_mask: Tensor) -> Tensor:
+    """Return the mask of the columns (B, T): the mask itself, or of one with a row of keys for each column (B, T, T).
+
+    Such a mask must let each token see itself and all tokens before it, and nothing else, as our models do. Rows of
+    padding, whose results mean nothing, may also be zero.
+
+    Raises:
+        UserError: a column would see others than that.
+    """
+    if attention_mask.ndim != 3 or attention_mask.shape[1] != attention_mask.shape[2]:
+        return attention_mask
+    is_seen_BTT = attention_mask != 0
+    is_token_BT = is_seen_BTT.diagonal(dim1=1, dim2=2)
+    differs_BTT = is_seen_BTT != is_token_BT[:, None].expand_as(is_seen_BTT).tril()
+    wrong_K3 = (differs_BTT & (is_seen_BTT | is_token_BT[:, :, None])).nonzero()
+    if len(wrong_K3):
+        row, column, key = wrong_K3[0].tolist()
+        sees = "sees" if is_seen_BTT[row, column, key] else "does not see"
+        raise UserError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: in row {row} column {column} {sees} column {key}; "
+            "each token sees itself and all tokens before it here, so give 1 for tokens and 0 for padding (batch, "
+            "columns)"
+        )
+    return is_token_BT
 
 
 class Step(NamedTuple):

@@ -37,14 +37,14 @@ from transformer_xl.integrations.huggingface.files import HUB_ARGUMENTS, is_tran
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, NamedToken
 from transformer_xl.text.tokenizers.library import LibraryTokenizer
-from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE
+from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE, read_json_object
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 
 class OwnTokenizer:
     """What both classes have: texts and files are those of our tokenizer."""
 
-    tokenizer: Tokenizer
+    own_tokenizer: Tokenizer  # not `tokenizer`, which programs take for that of a processor
     _is_made = False
 
     def _load(self, vocab_file: str | None, tokenizer: Tokenizer | None, kwargs: dict[str, Any]) -> Tokenizer:
@@ -56,12 +56,12 @@ class OwnTokenizer:
                     "RUN DIR --to huggingface), or give vocab_file"
                 )
             tokenizer = load_tokenizer(vocab_file)
-        self.tokenizer = tokenizer
+        self.own_tokenizer = tokenizer
         return tokenizer
 
     def _named_ids(self) -> dict[int, str]:
         """Return the tokens that a text has by name, unless special tokens are skipped."""
-        end = self.tokenizer.document_end
+        end = self.own_tokenizer.document_end
         return {} if end is None else {end.id: end.name}
 
     def _decode(
@@ -75,7 +75,7 @@ class OwnTokenizer:
         named, texts = self._named_ids(), list[str]()
         for is_named, part in groupby(ids, named.__contains__):
             if not is_named:
-                texts.append(self.tokenizer.decode([*part]))
+                texts.append(self.own_tokenizer.decode([*part]))
             elif not skip_special_tokens:
                 texts += [named[token_id] for token_id in part]
         return "".join(texts)
@@ -84,7 +84,7 @@ class OwnTokenizer:
         """Write txl_tokenizer.json, and the module that `auto_map` names."""
         name = f"{filename_prefix}-{TOKENIZER_FILE}" if filename_prefix else TOKENIZER_FILE
         file = Path(save_directory) / name
-        save_tokenizer(self.tokenizer, file)
+        save_tokenizer(self.own_tokenizer, file)
         write_code(Path(save_directory))
         return (str(file),)
 
@@ -180,24 +180,24 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
         """Return the tokens of a text as they are written in the vocabulary."""
         if kwargs.get("split_special_tokens", self.split_special_tokens):
-            ids = self.tokenizer.encode(text).tolist()
+            ids = self.own_tokenizer.encode(text).tolist()
         else:
             ids = [token_id for _, part in _parts(text, self.bos_token) for token_id in self._part_ids(part)]
         return [self._tokens[token_id] for token_id in ids]
 
     def _part_ids(self, part: str) -> list[int]:
-        return [self.tokenizer.bos_token_id] if part == self.bos_token else self.tokenizer.encode(part).tolist()
+        return [self.own_tokenizer.bos_token_id] if part == self.bos_token else self.own_tokenizer.encode(part).tolist()
 
     @override
     def _convert_token_to_id(self, token: str) -> int | None:
         if token == self.bos_token:
-            return self.tokenizer.bos_token_id
-        return self._ids.get(token, self.tokenizer.unk_token_id)
+            return self.own_tokenizer.bos_token_id
+        return self._ids.get(token, self.own_tokenizer.unk_token_id)
 
     @override
     def _convert_id_to_token(self, index: int) -> str:
         if not 0 <= index < len(self._tokens):
-            self.tokenizer.check_ids([index])
+            self.own_tokenizer.check_ids([index])
         return self._tokens[index]
 
     @override
@@ -237,7 +237,7 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
             places = list(first)
             for start, part in _parts(one, self.bos_token):
                 is_bos = part == self.bos_token
-                offsets_of_part = [(0, len(part))] if is_bos else token_offsets(self.tokenizer, part)
+                offsets_of_part = [(0, len(part))] if is_bos else token_offsets(self.own_tokenizer, part)
                 places += [(start + begin, start + end) for begin, end in offsets_of_part]
             count = min(len(row), len(places))
             kept = places[:count] if self.truncation_side == "right" else places[len(places) - count :]
@@ -305,7 +305,10 @@ class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
         special = {"bos_token": bos, "eos_token": own.document_end.name if own.document_end else None}
         if isinstance(own, WordTokenizer):
             special = {"bos_token": own.eos_token, "eos_token": own.eos_token, "unk_token": own.unk_token}
-        for name in ("tokenizer_file", "added_tokens_decoder", "bos_token", "unk_token"):
+        file = kwargs.pop("tokenizer_file", None)
+        if file is not None and (read_json_object(Path(file)).get("post_processor") or {}).get("special_tokens"):
+            kwargs.setdefault("add_bos_token", True)  # in transformers, a tokenizer.json says so
+        for name in ("added_tokens_decoder", "bos_token", "unk_token"):
             kwargs.pop(name, None)
         kwargs = {**special, "clean_up_tokenization_spaces": False, "pad_token": pad, **kwargs}
         super().__init__(**kwargs)
@@ -325,8 +328,8 @@ class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
         if token == self._padding.name:
             return self._padding.id
         written = self.backend_tokenizer.token_to_id(token)
-        found = id_of_token(self.tokenizer, token) if written is None else written
-        return self.tokenizer.unk_token_id if found is None else found
+        found = id_of_token(self.own_tokenizer, token) if written is None else written
+        return self.own_tokenizer.unk_token_id if found is None else found
 
     @override
     def get_vocab(self) -> dict[str, int]:
@@ -349,7 +352,7 @@ class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
             UserError: the vocabulary has no such token.
         """
         names = {str(token) for token in new_tokens or ()} - {str(self._special_tokens_map.get("unk_token"))}
-        if {self._convert_token_to_id_with_added_voc(name) for name in names} & {None, self.tokenizer.unk_token_id}:
+        if {self._convert_token_to_id_with_added_voc(name) for name in names} & {None, self.own_tokenizer.unk_token_id}:
             raise UserError("the vocabulary is fixed, because the model's is; leave added tokens out")
         return 0
 
