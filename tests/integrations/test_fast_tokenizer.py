@@ -142,7 +142,13 @@ def test_where_the_library_cannot_be_exact_our_own_code_encodes(name: str, tmp_p
     assert isinstance(tokenizer, TransformerXLTokenizer)
     assert not (tmp_path / "hub" / "tokenizer.json").exists()
     assert tokenizer(text)["input_ids"] == own.encode(text).tolist()
-    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (own.bos_token_id, own.vocab_size)
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (
+        own.bos_token_id,
+        0 if name == "library" else own.vocab_size,
+    )
+    short, long = "1" if name == "integer" else "the", text
+    batch = tokenizer([short, long], padding=True)["input_ids"]
+    assert tokenizer.batch_decode(batch, skip_special_tokens=True)[0] == own.decode(own.encode(short))
     with pytest.raises(UserError, match="use TransformerXLTokenizer"):
         TransformerXLTokenizersBackend(tokenizer=own)
 
@@ -159,7 +165,7 @@ def test_where_the_library_cannot_be_exact_our_own_code_encodes(name: str, tmp_p
         (FAST["words"], "end", 8, 8),
         (SLOW["moses"], "end", 8, 8),
         (SLOW["integer"], "7", 7, 7),
-        (SLOW["library"], "[SEP]", 3, 3),
+        (SLOW["library"], "[SEP]", 3, 0),
     ],
 )
 def test_the_token_that_ends_a_text_can_be_named(own: Tokenizer, name: str, expected: int, pad, tmp_path: Path) -> None:
@@ -175,6 +181,41 @@ def test_the_token_that_ends_a_text_can_be_named(own: Tokenizer, name: str, expe
         one.pad_token = one.eos_token
         assert one.pad_token_id == expected
     assert expected == values["eos_token_id"] == model.generation_config.eos_token_id
+
+
+@each_fast
+@pytest.mark.parametrize("words", [["the", "cat,", "a", "dog"], ["the ", " cat", "", "a\n", "caf\u00e9"]])
+def test_words_that_are_given_one_by_one_are_those_of_a_text(name: str, words: list[str]) -> None:
+    fast = transformers_tokenizer(FAST[name])
+    text = "the cat, a dog" if words[0] == "the" else "the  cat  a\ncaf\u00e9"
+    encoding = fast(words, is_split_into_words=True)
+    assert fast.decode(encoding["input_ids"]) == fast.decode(fast(text)["input_ids"])
+    assert {words[index] for index in encoding.word_ids()} == {*words} - {""} or name != "words"
+    if name != "bpe across spaces":
+        assert encoding["input_ids"] == fast(text)["input_ids"]
+    batch = fast([words, ["a"]], is_split_into_words=True)["input_ids"]
+    assert batch == [encoding["input_ids"], fast("a")["input_ids"]]
+
+
+def test_words_of_characters_alone_keep_their_spaces() -> None:
+    tokenizer = transformers_tokenizer(SLOW["characters alone"])
+    assert tokenizer(["the", "a"], is_split_into_words=True)["input_ids"] == tokenizer("the a")["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", ["a", "\udcff"], [["a", "b\udcff"]]])
+def test_an_unpaired_surrogate_is_refused(text: Any) -> None:
+    fast = transformers_tokenizer(FAST["bpe"])
+    with pytest.raises(UserError, match=r"has '.ud.00' at index|has '.udcff' at index"):
+        fast(text, is_split_into_words=isinstance(text, list) and isinstance(text[0], list))
+
+
+def test_the_end_is_the_token_of_the_text_where_a_byte_is_written_like_it(tmp_path: Path) -> None:
+    own = BPETokenizer.of_library(byte_level())
+    expected = own.encode("\u00e9").tolist()
+    tokenizer = opened(tmp_path, own, eos_token="\u00e9")
+    values = json.loads((tmp_path / "hub" / "generation_config.json").read_text())
+    assert [tokenizer.eos_token_id] == [values["eos_token_id"]] == expected
+    assert tokenizer.decode(expected) == "\u00e9"
 
 
 def test_without_a_name_no_token_ends_a_text(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import atomic_folder, write_json, write_text
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts, format_value
 from transformer_xl.integrations.checkpoints.tokenizers import read_checkpoint_json
-from transformer_xl.integrations.checkpoints.transformers_tokenizer import eos_token_id, fast_tokenizer, pad_token_id
+from transformer_xl.integrations.checkpoints.transformers_tokenizer import (
+    eos_token_id,
+    fast_tokenizer,
+    pad_token_id,
+    token_names,
+)
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE
@@ -225,7 +230,10 @@ def special_values(tokenizer: Tokenizer, eos_token: str | None) -> dict[str, Any
     """Return the special tokens that tokenizer_config.json names, beside those that the tokenizer has by itself."""
     if eos_token is None:
         return {}
-    pads = pad_token_id(tokenizer, eos_token) == eos_token_id(tokenizer, eos_token)
+    found, names = eos_token_id(tokenizer, eos_token), [*token_names(tokenizer)]
+    pads = pad_token_id(tokenizer, eos_token) == found
+    if found is not None and eos_token in names:
+        eos_token = names[found]  # the vocabulary may write a byte of other text like this
     return {"eos_token": eos_token, "pad_token": eos_token} if pads else {"eos_token": eos_token}
 
 

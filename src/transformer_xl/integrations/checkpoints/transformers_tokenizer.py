@@ -88,10 +88,13 @@ def eos_token_id(tokenizer: Tokenizer, eos_token: str | None) -> int | None:
 def pad_token_id(tokenizer: Tokenizer, eos_token: str | None = None) -> int:
     """Return the id of padding: the byte 0xFF where the vocabulary has it, since no UTF-8 text does.
 
-    Else the named end-of-sequence token, or without one the first id after the vocabulary.
+    Else the padding of a tokenizer of another library, or the named end-of-sequence token, or without one the first id
+    after the vocabulary.
     """
     if isinstance(tokenizer, ByteLevelTokenizer) and b"\xff" in tokenizer.token_bytes:
         return tokenizer.token_bytes.index(b"\xff")
+    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.padding:
+        return tokenizer.padding.id
     named = None if eos_token is None else eos_token_id(tokenizer, eos_token)
     return tokenizer.vocab_size if named is None else named
 

@@ -80,6 +80,21 @@ class OwnTokenizer:
                 texts += [named[token_id] for token_id in part]
         return "".join(texts)
 
+    def _encode_plus(self, text: Any, text_pair: Any = None, is_split_into_words: bool = False, **kwargs: Any) -> Any:
+        """Encode; words that are given one by one have a space between them, as in a text.
+
+        Raises:
+            UserError: a text has an unpaired surrogate.
+        """
+        kwargs["is_split_into_words"] = is_split_into_words
+        if is_split_into_words:
+            text, text_pair = _with_spaces(text), text_pair and _with_spaces(text_pair)
+        try:
+            return super()._encode_plus(text, text_pair, **kwargs)  # pyrefly: ignore[missing-attribute]
+        except TypeError:  # what the library says of it
+            _check_characters([text, text_pair])
+            raise
+
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write txl_tokenizer.json, and the module that `auto_map` names."""
         name = f"{filename_prefix}-{TOKENIZER_FILE}" if filename_prefix else TOKENIZER_FILE
@@ -135,7 +150,8 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
             self._tokens.append(name)
             self._ids[name] = token_id
         pad_token, bos_token = "<pad>", "<|bos|>"
-        while pad_token in self._ids:
+        padding = tokenizer.padding if isinstance(tokenizer, LibraryTokenizer) else None
+        while padding is None and pad_token in self._ids:
             pad_token = f"<{pad_token}>"
         while bos_token in self._ids:
             bos_token = f"<{bos_token}>"
@@ -148,6 +164,7 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
             special["eos_token"] = kwargs["eos_token"]
         # settings of this vocabulary, which a tokenizer_config.json may repeat
         kwargs = {name: value for name, value in kwargs.items() if name not in ("added_tokens_decoder", *special)}
+        pad_token = padding.name if padding else pad_token
         kwargs = {"clean_up_tokenization_spaces": False, "pad_token": pad_token, **special, **kwargs}
         super().__init__(add_bos_token=add_bos_token, **kwargs)
         self.special_tokens_pattern = "bos" if add_bos_token else "none"
@@ -207,7 +224,8 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
     @override
     def _named_ids(self) -> dict[int, str]:
         added = {index: str(token) for index, token in self._added_tokens_decoder.items() if index >= self.vocab_size}
-        return super()._named_ids() | added
+        padding = self.tokenizer.padding if isinstance(self.tokenizer, LibraryTokenizer) else None
+        return super()._named_ids() | added | ({padding.id: padding.name} if padding else {})
 
     @override
     def _encode_plus(  # pyrefly: ignore[bad-override]
@@ -376,6 +394,29 @@ def transformers_tokenizer(
     """
     kind = TransformerXLTokenizer if fast_tokenizer(tokenizer) is None else TransformerXLTokenizersBackend
     return kind(tokenizer=tokenizer, **special_values(tokenizer, eos_token))
+
+
+def _with_spaces(words: Any) -> Any:
+    """Return words, or several lists of them, with a space before each but the first that has no white space there."""
+    if not all(isinstance(word, str) for word in words):
+        return [_with_spaces(row) for row in words]
+    pairs = pairwise(["\n", *words])
+    return [word if before[-1:].isspace() or word[:1].isspace() else f" {word}" for before, word in pairs]
+
+
+def _check_characters(texts: Any) -> None:
+    """Check that texts, in lists of any depth, can be UTF-8.
+
+    Raises:
+        UserError: one has an unpaired surrogate.
+    """
+    for text in texts or ():
+        if not isinstance(text, str):
+            _check_characters(text)
+            continue
+        bad = re.search("[\ud800-\udfff]", text)
+        if bad:
+            raise UserError(f"the text has {bad[0]!r} at index {bad.start()}, which UTF-8 cannot represent; remove it")
 
 
 def _parts(text: str, bos_token: str) -> list[tuple[int, str]]:

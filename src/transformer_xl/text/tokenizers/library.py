@@ -31,6 +31,8 @@ Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the start and end of each token in the text, in characters."""
 _BEGINNINGS = "<s>", "[BOS]", "[CLS]"  # names of special tokens that begin texts, where none ends documents
 
+_PADDINGS = "[PAD]", "<pad>", "<|pad|>"
+
 
 class _Library(NamedTuple):
     """What is needed of a library."""
@@ -115,6 +117,11 @@ class LibraryTokenizer(Tokenizer):
     @override
     def document_end(self) -> NamedToken | None:
         return self._special(bpe.DOCUMENT_ENDS)
+
+    @cached_property
+    def padding(self) -> NamedToken | None:
+        """The special token that the library pads with, if its name says so."""
+        return self._special(_PADDINGS)
 
     def _special(self, names: tuple[str, ...]) -> NamedToken | None:
         found = {token.name: token for token in self._library.special}
