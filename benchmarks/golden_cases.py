@@ -558,6 +558,8 @@ def old_checkpoints(work: CaseFolder) -> Iterator[tuple[str, Path, dict[str, Any
     text = "\n".join(" ".join(WORDS[1 + int(22 * draw())] for _ in range(10)) for _ in range(5)) + "\n"
     for file in sorted(FIXTURES.glob("*.safetensors")):
         config, weights, _ = golden(file.stem)
+        if not any(name.startswith("crit.") for name in weights):  # a model without a softmax is no run
+            continue
         yield f"huggingface/{file.stem}", hugging_face_folder(work.new("hub"), config, weights), {}, text
     for name, nvidia in {"official": False, "nvidia": True}.items():
         old, path = OldConfig(same_length=True, clamp_len=4, div_val=2, nvidia=nvidia), work.new("model.pt")

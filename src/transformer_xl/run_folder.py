@@ -76,6 +76,8 @@ from transformer_xl.text.tokenizers import Tokenizer, describe_difference, finge
 
 HEAD = "score.weight"
 """Name of a classifier's own weights (`apps/classify`), which are in the file of the weights of its language model."""
+CLASSIFIER_FILE = "classifier.json"
+"""What a classifier's folder has besides: labels, pooling, validations."""
 
 
 def check_new_run(path: Path) -> None:

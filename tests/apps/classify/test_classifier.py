@@ -17,12 +17,15 @@ import torch.nn.functional as F
 from labelled import OPTIONS, TRAIN, contents, documents
 from small_runs import SEGMENT, make_run
 from tensors import assert_same_tensors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import transformer_xl.integrations.huggingface  # noqa: F401 (registers our models)
 from transformer_xl import (
     Classification,
     Run,
     UserError,
     classify,
+    convert,
     embed,
     evaluate,
     finetune,
@@ -263,3 +266,20 @@ def test_damaged_files_are_named(base: Run) -> None:
     (path / "classifier.json").write_text(record.replace('"x"', '"v", "x"'))
     with pytest.raises(UserError, match=r"score\.weight is missing or is not of 4 labels"):
         load_classifier(path)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_converted_classifier_gives_the_same_probabilities(base: Run, tmp_path: Path, pooling: str) -> None:
+    """In transformers, of documents of several segments, alone and in a batch that is padded on either side."""
+    result = tuned(base, "tuned", pooling=pooling, loss_segments=3)
+    convert(result.path, tmp_path / "hub", to="huggingface")
+    texts, _ = documents(6, seed=5, longest=3 * SEGMENT)
+    probabilities_NC = classify(load_classifier(result.path), texts).probabilities_NC
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub")
+    assert list(model.config.id2label.values()) == list(load_classifier(result.path).record.labels)
+    assert (model.config.classifier_pooling, model.config.classifier_segments) == (pooling, 3)
+    for side in ("left", "right"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hub", padding_side=side)
+        with torch.no_grad():
+            logits_NC = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+        np.testing.assert_allclose(logits_NC.softmax(-1), probabilities_NC, atol=1e-6)

@@ -34,13 +34,11 @@ from transformer_xl.evaluation.plan import ProgressCallback
 from transformer_xl.evaluation.score import Texts
 from transformer_xl.files import as_path, parse_json, read_bytes
 from transformer_xl.run import Run, load
-from transformer_xl.run_folder import HEAD
+from transformer_xl.run_folder import CLASSIFIER_FILE, HEAD
 from transformer_xl.tensor_file import DAMAGED, load_tensors
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings
-
-RECORD_FILE = "classifier.json"
 
 
 class Validation(Settings):
@@ -173,10 +171,10 @@ def read_record(path: Path) -> ClassifierRecord:
     Raises:
         UserError: the folder has none, or it is damaged.
     """
-    file = path / RECORD_FILE
+    file = path / CLASSIFIER_FILE
     if not file.is_file():
         raise UserError(
-            f"{path} is not the folder of a classifier (no {RECORD_FILE}); make one: txl finetune RUN FILES --task "
+            f"{path} is not the folder of a classifier (no {CLASSIFIER_FILE}); make one: txl finetune RUN FILES --task "
             "classification --labels COLUMN"
         )
     try:

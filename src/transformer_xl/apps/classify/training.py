@@ -43,7 +43,7 @@ from transformer_xl.ops.linear import matmul_library
 from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.reader import Reader
 from transformer_xl.run import Run
-from transformer_xl.run_folder import HEAD, RunFolder, build_checked, check_new_run, load_weights
+from transformer_xl.run_folder import CLASSIFIER_FILE, HEAD, RunFolder, build_checked, check_new_run, load_weights
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.segments import DatasetPosition, TokenDataset
 from transformer_xl.text.tokenizers import TokenArray
@@ -189,7 +189,7 @@ def finetune_classifier(
     trainer.model.load_state_dict(weights)
 
     def write(temporary: Path) -> None:
-        write_json(temporary / classifiers.RECORD_FILE, classifier.model_dump(mode="json"))
+        write_json(temporary / CLASSIFIER_FILE, classifier.model_dump(mode="json"))
         save_tensors(temporary / _DOCUMENTS_FILE, tensors)
 
     RunFolder.create(path, config, base_run.tokenizer, weights, also=write)
@@ -441,7 +441,7 @@ class ClassifierTrainer:
         self.record = self.record.model_copy(update={"validations": (*before, new)})
         if best is None or new.loss < best.loss:
             self.folder.save_weights(self.model.state_dict(), step=step, nats=None)
-        write_json(self.folder.path / classifiers.RECORD_FILE, self.record.model_dump(mode="json"))
+        write_json(self.folder.path / CLASSIFIER_FILE, self.record.model_dump(mode="json"))
 
     def _save(self) -> None:
         """Write a checkpoint of this step."""

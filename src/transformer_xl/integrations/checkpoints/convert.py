@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
-from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words
+from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words, read_checkpoint_json
 from transformer_xl.model.lora import PEFT_CONFIG_FILE
-from transformer_xl.run import load, save
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run import Run, load, save
+from transformer_xl.run_folder import CLASSIFIER_FILE, HEAD, RunFolder
+from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, describe_difference, load_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
@@ -166,12 +167,32 @@ def _export(
     if to == "run":
         save(run, out)
     elif to == "huggingface":
-        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token, add_bos_token)
+        head = _classifier_head(run) if (source / CLASSIFIER_FILE).exists() else None
+        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token, add_bos_token, head)
         readers = pretrained.READERS
     else:
         notes = huggingface.write(out, run.config, weights, run.tokenizer)
         readers = huggingface.READERS
     return ConversionResult("adapter" if to == "run" else to, parameters, run.tokenizer, notes, run.weights, readers)
+
+
+def _classifier_head(run: Run) -> tuple[dict[str, Any], Tensor]:
+    """Return the settings of a classifier's head by the names of config.json, and its weights.
+
+    Raises:
+        UserError: classifier.json is damaged.
+    """
+    assert run.path is not None
+    assert run.weights is not None
+    file = run.path / CLASSIFIER_FILE
+    record = read_checkpoint_json(file)
+    try:
+        labels = dict(enumerate(record["labels"]))
+        settings = {"classifier_pooling": record["pooling"], "classifier_segments": record["loss_segments"]}
+    except (KeyError, TypeError):
+        raise UserError(f"{file} has no labels; get the classifier again") from None
+    settings |= {"id2label": labels, "label2id": {label: index for index, label in labels.items()}}
+    return settings, load_tensors(run.weights.used.file)[0][HEAD]
 
 
 def _choose_format(source: Path, requested: FormatName | None) -> FormatName:

@@ -31,6 +31,7 @@ from transformer_xl.integrations.checkpoints.transformers_tokenizer import (
     pad_token_id,
     token_names,
 )
+from transformer_xl.run_folder import HEAD
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.storage import LIBRARY_FILE, TOKENIZER_FILE
@@ -168,6 +169,7 @@ def write(
     memory_lengths: MemoryLengths | None = None,
     eos_token: str | None = None,
     add_bos_token: bool = False,
+    head: tuple[dict[str, Any], Tensor] | None = None,
 ) -> None:
     """Write a model as a folder that transformers 5 opens with this package.
 
@@ -179,6 +181,7 @@ def write(
         memory_lengths: as for `config_values`.
         eos_token: as for `generation_values`.
         add_bos_token: whether the tokenizer begins each text with the beginning-of-sequence token.
+        head: settings in config.json and weights of a classifier's head, or None for a language model.
 
     Raises:
         UserError: the folder exists, the file system refuses, or the vocabulary has no such token.
@@ -186,11 +189,16 @@ def write(
     values, generation = config_values(config, memory_lengths), generation_values(tokenizer, eos_token)
     fast = fast_tokenizer(tokenizer, add_bos_token=add_bos_token)
     fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
+    of_head = dict[str, Tensor]()
+    if head is not None:
+        values |= head[0] | {"pad_token_id": generation["pad_token_id"]}
+        fixed["architectures"] = ["TransformerXLForSequenceClassification"]
+        of_head = {HEAD: head[1].contiguous()}
     with atomic_folder(path) as temporary:
         write_config(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
         write_config(temporary / "generation_config.json", generation)
         tensors = {f"{WEIGHT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in weights.items()}
-        write_safetensors(temporary / "model.safetensors", tensors, {"format": "pt"})
+        write_safetensors(temporary / "model.safetensors", {**tensors, **of_head}, {"format": "pt"})
         save_tokenizer(tokenizer, temporary / TOKENIZER_FILE)
         tokenizer_values = {"tokenizer_class": "TransformerXLTokenizer", "auto_map": TOKENIZER_AUTO_MAP}
         if fast is not None:

@@ -288,7 +288,7 @@ class TransfoXLTokenizer(TransformerXLTokenizer):
     """The same under the old name, which the tokenizer_config.json of old folders has."""
 
 
-class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):
+class TransformerXLTokenizersBackend(OwnTokenizer, TokenizersBackend):  # pyrefly: ignore[inconsistent-inheritance]
     """Bytes, characters with bytes, BPE, and words between whitespace, encoded by the library `tokenizers`.
 
     The ids are those of our tokenizer; only the name of a special token, such as `<|endoftext|>` or `<eos>`, is that
