@@ -224,7 +224,7 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
     @override
     def _named_ids(self) -> dict[int, str]:
         added = {index: str(token) for index, token in self._added_tokens_decoder.items() if index >= self.vocab_size}
-        padding = self.tokenizer.padding if isinstance(self.tokenizer, LibraryTokenizer) else None
+        padding = self.own_tokenizer.padding if isinstance(self.own_tokenizer, LibraryTokenizer) else None
         return super()._named_ids() | added | ({padding.id: padding.name} if padding else {})
 
     @override
