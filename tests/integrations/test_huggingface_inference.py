@@ -54,10 +54,12 @@ def logits_after(run: Run, prompt_T: Tensor, new_T: Tensor) -> Tensor:
 def test_prompts_of_generate_are_read_in_segments_from_their_start(name: str, tmp_path: Path) -> None:
     run, model, _ = opened(tmp_path / "run", name)
     prompts = [ids(1, length, seed=length)[0] for length in LENGTHS]
-    inputs_BT = torch.full((len(prompts), max(LENGTHS)), 256)
+    inputs_BT = torch.zeros(len(prompts), max(LENGTHS), dtype=torch.int64)
+    mask_BT = torch.zeros_like(inputs_BT)
     for row, prompt_T in enumerate(prompts):
-        inputs_BT[row, -len(prompt_T) :] = prompt_T
-    made = model.generate(inputs_BT, max_new_tokens=9, output_logits=True, return_dict_in_generate=True)
+        inputs_BT[row, -len(prompt_T) :], mask_BT[row, -len(prompt_T) :] = prompt_T, 1
+    wanted: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 9}
+    made = model.generate(inputs_BT, attention_mask=mask_BT, **wanted)
     logits_BTV = torch.stack(made.logits, dim=1)
     for row, prompt_T in enumerate(prompts):
         expected_TV = logits_after(run, prompt_T, made.sequences[row, max(LENGTHS) : -1])
