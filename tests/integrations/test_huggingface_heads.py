@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     pipeline,
 )
 
@@ -361,10 +362,25 @@ def test_pipeline_classifies_texts(tmp_path: Path) -> None:
     assert len(vectors[0]) == len("a text")
 
 
+def test_padding_without_a_mask_is_known_in_an_exported_folder(tmp_path: Path) -> None:
+    """It is a byte of the vocabulary there, so the configuration has to name it."""
+    folder = hub_folder(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
+    for side in ("left", "right"):
+        batch = AutoTokenizer.from_pretrained(folder, padding_side=side)(
+            ["a text", "b"], padding=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            logits_BC = model(**batch).logits
+            torch.testing.assert_close(model(batch["input_ids"]).logits, logits_BC)
+
+
 def test_wrong_labels_texts_and_settings_are_refused(tmp_path: Path) -> None:
     model = classifier(make_run(tmp_path / "run"))
     with pytest.raises(UserError, match=r"label 7 is none of 3 labels, 0 to 2; open the model with num_labels=8"):
         model(ids(2, 5), labels=torch.tensor([1, 7]))
+    with pytest.raises(UserError, match=r"label -1 is none of 3 labels, 0 to 2; correct it"):
+        model(ids(2, 5), labels=torch.tensor([1, -1]))
     with pytest.raises(UserError, match="row 1 has no token, only padding; leave empty texts out"):
         model(ids(2, 5), attention_mask=torch.tensor([[1] * 5, [0] * 5]))
     for name, value in (("classifier_pooling", "first"), ("classifier_segments", 0)):
@@ -404,6 +420,8 @@ def test_each_token_is_classified(name: str, tmp_path: Path) -> None:
 
 def test_folder_of_a_token_classifier_opens(tmp_path: Path) -> None:
     model = AutoModelForTokenClassification.from_pretrained(hub_folder(tmp_path), num_labels=5)
+    with pytest.raises(UserError, match="label 5 is none of 5 labels, 0 to 4; open the model with num_labels=6"):
+        model(ids(1, 2), labels=torch.tensor([[0, 5]]))
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(again(ids(2, 9)).logits, model(ids(2, 9)).logits)

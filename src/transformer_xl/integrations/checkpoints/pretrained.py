@@ -187,11 +187,12 @@ def write(
         UserError: the folder exists, the file system refuses, or the vocabulary has no such token.
     """
     values, generation = config_values(config, memory_lengths), generation_values(tokenizer, eos_token)
+    values["pad_token_id"] = generation["pad_token_id"]  # for classes that do not generate
     fast = fast_tokenizer(tokenizer, add_bos_token=add_bos_token)
     fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
     of_head = dict[str, Tensor]()
     if head is not None:
-        values |= head[0] | {"pad_token_id": generation["pad_token_id"]}
+        values |= head[0]
         fixed["architectures"] = ["TransformerXLForSequenceClassification"]
         of_head = {HEAD: head[1].contiguous()}
     with atomic_folder(path) as temporary:

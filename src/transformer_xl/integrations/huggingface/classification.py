@@ -105,7 +105,8 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
             reading.join(steps)
         logits_BC, loss = self.score(kept_BD[-1]), None
         if labels is not None:
-            self._check_labels(labels)
+            if self.config.problem_type in (None, "single_label_classification") and self.num_labels > 1:
+                _check_labels(labels, self.num_labels)
             logits_KC = logits_BC
             if is_training and len(kept_BD) > 1:
                 rows_K = torch.cat(kept_rows).to(logits_BC.device)
@@ -123,22 +124,6 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
         is_pad_BT = (input_ids == pad).int()
         at_end_BT = is_pad_BT.flip(1).cumprod(1).flip(1).bool()
         return ~(at_end_BT if bool(at_end_BT.any()) else is_pad_BT.cumprod(1).bool())
-
-    def _check_labels(self, labels: Tensor) -> None:
-        """Check the numbers of labels, where that needs no waiting for the device.
-
-        Raises:
-            UserError: one is none of num_labels.
-        """
-        is_number = self.config.problem_type in (None, "single_label_classification") and self.num_labels > 1
-        if not is_number or labels.is_floating_point() or labels.device.type != "cpu":
-            return
-        unknown = labels[(labels >= self.num_labels) | (labels < 0) & (labels != -100)]
-        if len(unknown):
-            raise UserError(
-                f"label {int(unknown[0])} is none of {self.num_labels} labels, 0 to {self.num_labels - 1}; open the "
-                f"model with num_labels={int(unknown.max()) + 1} or more"
-            )
 
 
 class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
@@ -181,15 +166,30 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
             loss, logits (B, T, num_labels), hidden_states and attentions, each None where it was not asked for.
 
         Raises:
-            UserError: as by `TransformerXLForCausalLM`.
+            UserError: as by `TransformerXLForCausalLM`; or a label is none of num_labels.
         """
         wanted = (output_hidden_states, output_attentions)
         reading = self.begin_reading(input_ids, attention_mask, inputs_embeds, kwargs, wanted)
         reading.check_token_labels(labels)
         logits_BTC, loss = reading.columns(self.score), None
         if labels is not None:
+            _check_labels(labels, self.num_labels)
             loss = self.loss_function(logits_BTC, labels, self.config)
         return self.output(TokenClassifierOutput, reading, return_dict, loss=loss, logits=logits_BTC)
+
+
+def _check_labels(labels: Tensor, num_labels: int) -> None:
+    """Check the numbers of labels, where that needs no waiting for the device.
+
+    Raises:
+        UserError: one is none of num_labels.
+    """
+    if labels.is_floating_point() or labels.device.type != "cpu":
+        return
+    unknown = labels[(labels >= num_labels) | (labels < 0) & (labels != -100)]
+    if len(unknown):
+        advice = "correct it" if int(unknown.max()) < 0 else f"open the model with num_labels={int(unknown.max()) + 1}"
+        raise UserError(f"label {int(unknown[0])} is none of {num_labels} labels, 0 to {num_labels - 1}; {advice}")
 
 
 class _Pooling:
