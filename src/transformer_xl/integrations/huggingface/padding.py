@@ -55,7 +55,7 @@ def read_mask(attention_mask: Tensor, num_new: int, num_past: int) -> Padding | 
         return Padding("right", lengths)
     raise UserError(
         "attention_mask has padding between tokens, or rows padded on different sides; pad all rows on the left "
-        "(or all on the right, without a cache)"
+        "(or all on the right, without a cache); after the virtual tokens of prompt tuning, give rows of equal length"
     )
 
 
