@@ -405,8 +405,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         """
         raise UserError(
             f"the vocabulary of {self.model.config.vocab_size:,} tokens is fixed: ids are ordered by frequency where "
-            "the softmax is adaptive; train a model with another tokenizer instead (padding needs no token: its id "
-            "is the first after the vocabulary)"
+            "the softmax is adaptive; train a model with another tokenizer instead (padding needs no token of its own)"
         )
 
     @property
