@@ -376,7 +376,11 @@ def test_padding_without_a_mask_is_known_in_an_exported_folder(tmp_path: Path) -
 
 
 def test_wrong_labels_texts_and_settings_are_refused(tmp_path: Path) -> None:
-    model = classifier(make_run(tmp_path / "run"))
+    run = make_run(tmp_path / "run")
+    model = classifier(run)
+    for number in (0, -1):
+        with pytest.raises(UserError, match="num_labels is below 1 or id2label is empty; give 1"):
+            classifier(run, num_labels=number)
     with pytest.raises(UserError, match=r"label 7 is none of 3 labels, 0 to 2; open the model with num_labels=8"):
         model(ids(2, 5), labels=torch.tensor([1, 7]))
     with pytest.raises(UserError, match=r"label -1 is none of 3 labels, 0 to 2; correct it"):

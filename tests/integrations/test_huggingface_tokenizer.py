@@ -108,7 +108,8 @@ def test_batches_are_padded_on_the_left(name: str) -> None:
 def test_beginning_of_text_is_added_if_asked(tmp_path: Path) -> None:
     own = words("whitespace")
     TransformerXLTokenizer(tokenizer=own, add_bos_token=True).save_pretrained(tmp_path)
-    tokenizer = TransformerXLTokenizer.from_pretrained(tmp_path, add_bos_token=True)
+    TransformerXLTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    tokenizer = TransformerXLTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer("the cat")["input_ids"] == [0, 3, 4]
     assert tokenizer("the cat", add_special_tokens=False)["input_ids"] == [3, 4]
     assert tokenizer("the", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0]

@@ -48,7 +48,7 @@ class Sums:
         counts = count(tokenizer, tokens_K)
         if len(tokens_K) == split.num_tokens:
             counts["bytes"] = split.num_bytes
-            if tokenizer.is_lossless or tokenizer.kind == "library":
+            if tokenizer.is_lossless or not tokenizer.counts_words:
                 counts["words"] = split.num_words  # documents need not end with whitespace
         elif not tokenizer.is_lossless:  # decoding does not restore unknown words and whitespace
             counts["bytes"] = max(1, round(split.bytes_per_token * len(tokens_K)))
@@ -130,6 +130,6 @@ def count(tokenizer: Tokenizer, tokens_K: Tokens) -> dict[str, Any]:
             words += len(chunk_K) - num_newlines
             line_ends += num_newlines
     counts: dict[str, Any] = {"tokens": len(tokens_K), "num_unknown": num_unknown}
-    if tokenizer.is_text:  # the tokens of another library are parts of words, of which it may drop some
-        counts |= {"words": None if tokenizer.kind == "library" else words, "line_ends": line_ends}
+    if tokenizer.is_text:
+        counts |= {"words": words if tokenizer.counts_words else None, "line_ends": line_ends}
     return counts | ({"bytes": num_bytes, "characters": characters} if tokenizer.is_lossless else {})

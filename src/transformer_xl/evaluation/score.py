@@ -164,7 +164,7 @@ def score(
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]
         counts = count(run.tokenizer, ids_K) | {"bytes": len(content), "characters": _count_characters(content)}
-        if run.tokenizer.kind == "library":
+        if not run.tokenizer.counts_words:
             counts["words"] = count_words(content)
         sums = Sums(float(nats_K[start:end].sum()), **counts)
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))

@@ -119,7 +119,7 @@ def test_resumed_training_is_bit_equal_to_an_uninterrupted_one(
             with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
                 tuned(base, name, loss_segments=2, freeze=["layers.0.*"])
         path = base.path.parent / name
-        load_classifier(path)  # it can be used at any time
+        load(path)  # the language model can be used at any time
         torch.manual_seed(104_729)  # any other seed: a new process would have another random state
         resumed = resume_classifier(path, **OPTIONS)
         assert resumed.finished
@@ -250,6 +250,10 @@ def test_what_cannot_be_trained_is_refused(base: Run, tmp_path: Path) -> None:
     diverging = {"train": TRAIN | {"learning_rate": 1e30, "warmup_steps": 0}}
     with pytest.raises(UserError, match=r"the loss became .*lower train\.learning_rate"):
         tuned(base, "diverged", **diverging)
+    with pytest.raises(UserError, match=r"diverged is not trained yet; go on with: txl train --resume .*diverged"):
+        load_classifier(base.path.parent / "diverged")
+    with pytest.raises(UserError, match="diverged is not trained yet"):
+        convert(base.path.parent / "diverged", tmp_path / "hub", to="huggingface")
 
 
 def test_damaged_files_are_named(base: Run) -> None:

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(folder / "run")
     texts, labels = documents(30)
     write_lines(folder / "train.jsonl", texts, labels)
+    write_lines(folder / "valid.jsonl", texts, labels)
     write_lines(folder / "other.jsonl", ["ab"], ["q"])
     write_lines(folder / "one.jsonl", texts, ["x"] * 30)
     write_lines(folder / "empty.jsonl", ["ab", " "], ["x", "y"])
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         csv.writer(stream).writerows([("body", "topic"), *zip(*documents(9, seed=4), strict=True)])
     (folder / "a.txt").write_text("ab\ncdx\n")
     words = ("finetune", folder / "run", folder / "train.jsonl", "--task", "classification", "--labels", "topic")
-    trained = txl(*words, "--run", folder / "topics", *TRAIN, "--loss-segments", "2", "--valid", folder / "train.jsonl")
+    trained = txl(*words, "--run", folder / "topics", *TRAIN, "--loss-segments", "2", "--valid", folder / "valid.jsonl")
     assert trained.status == 0, trained.err
     assert f"next: txl classify {folder / 'topics'} FILES" in trained.out
     return folder
@@ -96,7 +97,7 @@ def test_stopped_training_is_resumed_by_the_printed_command(folder: Path, monkey
         return step(stepper)
 
     words = ("finetune", folder / "run", folder / "train.jsonl", "--task", "classification", "--labels", "topic")
-    words = (*words, "--loss-segments", "2", "--valid", folder / "train.jsonl", "--run", folder / "stopped", *TRAIN)
+    words = (*words, "--loss-segments", "2", "--valid", folder / "valid.jsonl", "--run", folder / "stopped", *TRAIN)
     with monkeypatch.context() as patch:
         patch.setattr(DocumentStepper, "step", step_and_stop)
         assert txl(*words).status == 2
@@ -125,6 +126,10 @@ def test_stopped_training_is_resumed_by_the_printed_command(folder: Path, monkey
         (
             "finetune run train.jsonl --task classification --labels topic --valid other.jsonl",
             "label 'q' is not one of",
+        ),
+        (
+            "finetune run train.jsonl --task classification --labels topic --valid train.jsonl",
+            "a file was given to train and to validate with; leave --valid out",
         ),
         (
             "finetune run train.jsonl --task classification --labels topic --corpus c",

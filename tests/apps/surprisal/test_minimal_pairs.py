@@ -137,7 +137,8 @@ def test_bad_pairs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             Path(name).write_text(content)
         assert_refused(folder, f"minimal-pairs run {name} --out new.csv", message, capfd)
     Path("good.jsonl").write_text(CONTENT)
-    assert_refused(folder, "minimal-pairs run", "needs pairs", capfd)
+    assert_refused(folder, "minimal-pairs run", "there are no pairs; give files", capfd)
+    assert_refused(folder, "minimal-pairs run good.jsonl good.jsonl", "a file was given twice", capfd)
     assert_refused(folder, "minimal-pairs run good.jsonl --context-field contexts", "line 1: 'contexts' is", capfd)
     assert_refused(folder, "minimal-pairs run good.jsonl --out good.jsonl", "exists already", capfd)
     with pytest.raises(UserError, match="there are no pairs"):

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from transformer_xl.apps.classify.embedding import Pooling, embed
+from transformer_xl.apps.classify.embedding import embed
 from transformer_xl.config import EvaluationConfig, Settings, UserError, check_settings, check_type, checked_names
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.evaluate import override_config
 from transformer_xl.evaluation.plan import ProgressCallback
+from transformer_xl.evaluation.pooling import Pooling
 from transformer_xl.evaluation.score import Texts
-from transformer_xl.files import as_path, parse_json, read_bytes
+from transformer_xl.files import as_path, parse_json, quoted, read_bytes
 from transformer_xl.run import Run, load
 from transformer_xl.run_folder import CLASSIFIER_FILE, HEAD
 from transformer_xl.tensor_file import DAMAGED, load_tensors
@@ -155,6 +156,8 @@ def load_classifier(path: Path | str, *, device: str = "auto") -> Classifier:
     """
     path = as_path(path, "path")
     record = read_record(path)
+    if record.best is None:
+        raise UserError(f"{path} is not trained yet; go on with: txl train --resume {quoted(path)}")
     run = load(path, device=device)
     assert run.weights is not None
     tensors, _ = load_tensors(run.weights.used.file)

@@ -225,6 +225,8 @@ def finetune_classifier(
     given = {"valid_fraction": options.valid_fraction, "loss_segments": options.loss_segments}
     arguments |= {name: value for name, value in given.items() if value is not None}
     if options.valid:
+        if set(files) & set(options.valid):
+            raise UserError("a file was given to train and to validate with; leave --valid out to hold documents out")
         if options.valid_fraction is not None:
             raise UserError("--valid and --valid-fraction were both given; use one of them")
         arguments["valid"] = read_documents(options.valid, documents, options.labels)

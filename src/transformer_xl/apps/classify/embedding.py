@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.evaluation.evaluate import check_token_ids, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
+from transformer_xl.evaluation.pooling import PooledStates, Pooling
 from transformer_xl.evaluation.score import Texts, encode_text, texts_by_name
 from transformer_xl.evaluation.with_memory import memory_slots, rows_at_once
 from transformer_xl.inference import TokenModel, require_reading_memory
@@ -31,38 +31,6 @@ from transformer_xl.text.tokenizers import TokenArray, Tokenizer
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings
-
-Pooling = Literal["last", "mean"]
-"""The vector of a document: the hidden state of its last token, or the mean of those of all its tokens."""
-
-
-class PooledStates:
-    """Pools the hidden states of batch rows step by step; gradients pass through the newest step alone."""
-
-    def __init__(self, pooling: Pooling) -> None:
-        """Begin rows of which nothing is read."""
-        self._pooling: Pooling = pooling
-        self._state: Tensor | float = 0.0  # the last hidden states (B, D), or the sums of all, without gradient
-        self._count: Tensor | int = 0  # tokens read (B,)
-
-    def add(self, hidden_BTD: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Add the states of a step, and return the pooled states (B, D) of all that was read, in float32.
-
-        Args:
-            hidden_BTD: hidden states of a step of a `Reader`.
-            lengths: how many of them are of new tokens of each row: the last ones.
-        """
-        length_B = torch.tensor(lengths, device=hidden_BTD.device)
-        self._count = self._count + length_B
-        if self._pooling == "last":
-            state_BD = torch.where(length_B[:, None] > 0, hidden_BTD[:, -1].float(), self._state)
-            self._state = state_BD.detach()
-            return state_BD
-        num_new = hidden_BTD.shape[1]
-        is_new_BT = torch.arange(num_new, device=hidden_BTD.device) >= num_new - length_B[:, None]
-        sum_BD = self._state + (hidden_BTD.float() * is_new_BT[..., None]).sum(1)
-        self._state = sum_BD.detach()
-        return sum_BD / self._count.clamp(min=1)[:, None]
 
 
 def embed(

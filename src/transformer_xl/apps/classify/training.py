@@ -34,6 +34,7 @@ from transformer_xl.config import TrainConfig, UserError, check_type, checked_na
 from transformer_xl.config.settings import INT32_MAX
 from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.pooling import PooledStates, Pooling
 from transformer_xl.evaluation.score import Texts
 from transformer_xl.files import as_path, lock_folder, remove_leftovers, write_json
 from transformer_xl.model.memory import ContextLimits, Memory
@@ -100,7 +101,7 @@ def finetune_classifier(
     *,
     valid: tuple[Texts, Sequence[str]] | None = None,
     valid_fraction: float = 0.1,
-    pooling: embedding.Pooling = "last",
+    pooling: Pooling = "last",
     loss_segments: int = 2,
     freeze: Sequence[str] = (),
     layer_rate_decay: float = 1.0,
@@ -320,7 +321,7 @@ class DocumentStepper(Stepper):
         losses_B = segments_B.clamp(max=self.record.loss_segments)  # number of losses of each document
         starts, device = ((segments_B - losses_B) * length).tolist(), self.device
         part_B, labels_B = 1 / (losses_B * self.config.batch_size), torch.tensor(examples.labels, device=device)
-        states, nats = embedding.PooledStates(self.record.pooling), torch.zeros((), device=device)
+        states, nats = PooledStates(self.record.pooling), torch.zeros((), device=device)
         limits, longest = self.model.context_limits, max(map(len, tokens))
         reader = Reader.begin(self.model, len(tokens), limits, segment_length=length, max_tokens=longest)
         # autocast keeps converted weights until it ends, and those of this part have no gradient
@@ -337,6 +338,7 @@ class DocumentStepper(Stepper):
             nats_B = F.cross_entropy(F.linear(pooled_BD, self.model.get_parameter(HEAD)), labels_B, reduction="none")
             loss = (nats_B * (part_B * (torch.tensor(step[1]) > 0)).to(device)).sum()
             loss.backward()
+            states.detach()
             nats += loss.detach()
 
 

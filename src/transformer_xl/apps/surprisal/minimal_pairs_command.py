@@ -45,20 +45,21 @@ def minimal_pairs(
     out
         New CSV file with the log-probabilities (natural logarithms) of each pair.
     """
-    if not files:
-        raise UserError("txl minimal-pairs needs pairs; give files of JSON lines after the run")
+    if not files or len(set(files)) < len(files):
+        raise UserError(f"{'a file was given twice' if files else 'there are no pairs'}; give files after the run")
     check_outputs(out, None)
     config = check_flags(EvaluationConfig, settings)
     from transformer_xl.apps.surprisal import minimal_pairs as library
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.text.sources.archives import read_text_file
+    from transformer_xl.text.sources.items import decode_table
 
     pairs = [
         pair
         for file in files
         for pair in library.read_minimal_pairs(str(file), read_text_file(file), context_field=context_field)
     ]
-    before = "" if context is None else read_text_file(context).decode("utf-8", errors="surrogateescape")
+    before = "" if context is None else decode_table(str(context), read_text_file(context))
     loaded = load_and_say(run, device_options.choose(), checkpoint)
     say_memory_length(loaded, EvaluationPlan.of_run(loaded, config))
     with ProgressBar("score", 2 * len(pairs), "sentences") as bar:

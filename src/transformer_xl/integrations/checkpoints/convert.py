@@ -21,7 +21,7 @@ from transformer_xl.architectures import build_model
 from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import RunConfig, UserError, check_type, checked_names, nearest, run_settings
 from transformer_xl.display import Displayed
-from transformer_xl.files import as_path, as_user_error, check_is_new
+from transformer_xl.files import as_path, as_user_error, check_is_new, quoted
 from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words, read_checkpoint_json
@@ -191,6 +191,8 @@ def _classifier_head(run: Run) -> tuple[dict[str, Any], Tensor]:
         settings = {"classifier_pooling": record["pooling"], "classifier_segments": record["loss_segments"]}
     except (KeyError, TypeError):
         raise UserError(f"{file} has no labels; get the classifier again") from None
+    if not record.get("validations"):
+        raise UserError(f"{run.path} is not trained yet; go on with: txl train --resume {quoted(run.path)}")
     settings |= {"id2label": labels, "label2id": {label: index for index, label in labels.items()}}
     return settings, load_tensors(run.weights.used.file)[0][HEAD]
 

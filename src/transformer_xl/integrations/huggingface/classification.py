@@ -14,6 +14,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast, Toke
 from typing_extensions import override
 
 from transformer_xl.config import UserError
+from transformer_xl.evaluation.pooling import PooledStates
 from transformer_xl.integrations.huggingface.base_model import TransformerXLPreTrainedModel
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig
 from transformer_xl.integrations.huggingface.padding import Step
@@ -31,7 +32,7 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights."""
         super().__init__(config)
-        self.num_labels = config.num_labels or 2
+        self.num_labels = _checked_num_labels(config)
         self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
         self.post_init()
 
@@ -91,14 +92,14 @@ class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
         is_training, num_last = self.model.training and torch.is_grad_enabled(), None
         if is_training:
             num_last = self.config.classifier_segments
-        pooling, steps = _Pooling(self.config), list[Step]()
+        states, steps = PooledStates(self.config.classifier_pooling), list[Step]()
         kept_BD = list[Tensor]()  # the vectors at the end of the last steps, of rows that have begun
         kept_rows = list[Tensor]()
         for step in reading.steps(padding=reading.padding, ends_together=True, num_last=num_last):
             if reading.has_states:
                 steps.append(step)
-            vector_BD = pooling.add(step.hidden_BPX[..., -self.config.d_model :], step.lengths)
-            kept_BD.append(vector_BD)
+            vector_BD = states.add(step.hidden_BPX[..., -self.config.d_model :], step.lengths)
+            kept_BD.append(vector_BD.to(self.score.weight.dtype))
             kept_rows.append(torch.tensor(step.lengths).nonzero()[:, 0])
             del kept_BD[: -(num_last or 1)], kept_rows[: -(num_last or 1)]
         if reading.has_states:
@@ -134,7 +135,7 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights."""
         super().__init__(config)
-        self.num_labels = config.num_labels or 2
+        self.num_labels = _checked_num_labels(config)
         self.score = nn.Linear(config.d_model, self.num_labels)
         self.post_init()
 
@@ -178,6 +179,17 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
         return self.output(TokenClassifierOutput, reading, return_dict, loss=loss, logits=logits_BTC)
 
 
+def _checked_num_labels(config: PretrainedTransformerXLConfig) -> int:
+    """Return the number of labels.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not config.num_labels:
+        raise UserError("num_labels is below 1 or id2label is empty; give 1 (regression) or more")
+    return config.num_labels
+
+
 def _check_labels(labels: Tensor, num_labels: int) -> None:
     """Check the numbers of labels, where that needs no waiting for the device.
 
@@ -190,24 +202,3 @@ def _check_labels(labels: Tensor, num_labels: int) -> None:
     if len(unknown):
         advice = "correct it" if int(unknown.max()) < 0 else f"open the model with num_labels={int(unknown.max()) + 1}"
         raise UserError(f"label {int(unknown[0])} is none of {num_labels} labels, 0 to {num_labels - 1}; {advice}")
-
-
-class _Pooling:
-    """Makes one vector of the hidden states of each row, step by step."""
-
-    def __init__(self, config: PretrainedTransformerXLConfig) -> None:
-        self._is_mean = config.classifier_pooling == "mean"
-        self._vector_BD: Tensor | float = 0.0  # of the last token, or the sum over the tokens
-        self._count_B1: Tensor | float = 0.0
-
-    def add(self, hidden_BPD: Tensor, lengths: list[int]) -> Tensor:
-        """Add a step, of whose hidden states the last ones of each row are of tokens; return the vectors so far."""
-        length_B1 = torch.tensor(lengths, device=hidden_BPD.device)[:, None]
-        if not self._is_mean:
-            self._vector_BD = torch.where(length_B1 > 0, hidden_BPD[:, -1], self._vector_BD)
-            return self._vector_BD
-        width = hidden_BPD.shape[1]
-        is_token_BP = torch.arange(width, device=hidden_BPD.device) >= width - length_B1
-        self._vector_BD = self._vector_BD + hidden_BPD.masked_fill(~is_token_BP[..., None], 0).sum(1)
-        self._count_B1 = self._count_B1 + length_B1
-        return self._vector_BD / self._count_B1.clamp(min=1)

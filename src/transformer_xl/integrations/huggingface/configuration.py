@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from typing_extensions import override
 
 from transformer_xl.config import ARCHITECTURES, ModelConfig, UserError, nearest
+from transformer_xl.evaluation.pooling import Pooling
 from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
 from transformer_xl.integrations.checkpoints.pretrained import MODEL_AUTO_MAP, MODEL_TYPE, model_settings, setting_names
 from transformer_xl.model.memory import ContextLimits
@@ -46,7 +47,7 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         evaluation_memory_length: int | None = None,
         evaluation_attention_window: int | None = None,
         evaluation_clamp_length: int | None = None,
-        classifier_pooling: str = "last",
+        classifier_pooling: Pooling = "last",
         classifier_segments: int = 1,
         use_cache: bool = True,
         bos_token_id: int | None = None,

@@ -18,6 +18,7 @@ from transformers import BatchEncoding, PreTrainedTokenizer, TokenizersBackend
 from typing_extensions import override
 
 from transformer_xl.config import UserError
+from transformer_xl.files import write_json
 from transformer_xl.integrations.checkpoints import huggingface as transfo_xl
 from transformer_xl.integrations.checkpoints.pretrained import (
     FAST_TOKENIZER_AUTO_MAP,
@@ -180,6 +181,13 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
     @override
     def get_vocab(self) -> dict[str, int]:
         return {**self._ids, **self._added_tokens_encoder}
+
+    @override
+    def _save_pretrained(self, save_directory: Any, file_names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+        if self.add_bos_token:  # transformers leaves it out, since a tokenizer.json says so elsewhere
+            file = Path(file_names[0])
+            write_json(file, read_json_object(file) | {"add_bos_token": True})
+        return super()._save_pretrained(save_directory, file_names, *args, **kwargs)
 
     @override
     def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:

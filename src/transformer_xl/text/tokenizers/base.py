@@ -100,6 +100,8 @@ class Tokenizer(Displayed, ABC):
     """Whether `decode_bytes(encode(text))` restores every text; otherwise whitespace and unknown words are lost."""
     is_text: ClassVar[bool] = True
     """Whether tokens are text; false for integer sequences, for which word and character counts are meaningless."""
+    counts_words: ClassVar[bool] = True
+    """Whether words can be counted in tokens; false where they are parts of words, some of which may be dropped."""
     is_cheap_to_encode: ClassVar[bool] = False
     """Whether encoding takes less time than sending the text to a worker process."""
 

@@ -87,6 +87,7 @@ class LibraryTokenizer(Tokenizer):
 
     kind = "library"
     is_lossless = False
+    counts_words = False
 
     @cached_property
     def _library(self) -> _Library:
