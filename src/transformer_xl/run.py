@@ -17,9 +17,11 @@ from transformer_xl.display import Displayed
 from transformer_xl.files import as_path
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.inference.fingerprint import Fingerprint
+from transformer_xl.inference.int8 import int8_tensors, load_int8
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import merge_lora
 from transformer_xl.run_folder import RunFolder, load_weights, model_digest
+from transformer_xl.tensor_file import SCALE, read_shapes
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -106,9 +108,12 @@ def load_run(
             or the base of an adapter is not there or was altered.
     """
     chosen = folder.choose_weights(checkpoint)
-    model = folder.build_model(base, draw=False)
-    load_weights(model, chosen.used.file)
-    folder.check_adapter(chosen.used.file)
+    model, file = folder.build_model(base, draw=False), chosen.used.file
+    if any(name.endswith(SCALE) for name in read_shapes(file)):
+        model = load_int8(model, file)
+    else:
+        load_weights(model, file)
+    folder.check_adapter(file)
     if folder.config.lora is not None:
         merge_lora(model)
     return Run(model.to(device).eval(), folder.tokenizer, folder.config, path=folder.path, weights=chosen)
@@ -186,7 +191,7 @@ def save(run: Run, path: Path | str) -> Path:
     """Save a model with its tokenizer and config as the folder of a new run, which `load` and every command take.
 
     `load` returns the same weights, bit for bit. Training cannot resume from them: optimizer and memory are not saved.
-    A loaded adapter is saved as the whole weights that it was merged into.
+    A loaded adapter is saved as the whole weights that it was merged into. The 8-bit weights of `to_int8` stay so.
 
     Args:
         run: what to save.
@@ -196,12 +201,12 @@ def save(run: Run, path: Path | str) -> Path:
         The folder.
 
     Raises:
-        UserError: the path exists already, the file system refuses, or the weights are those of `to_int8` or have an
-            adapter beside them (`load_adapter`).
+        UserError: the path exists already, the file system refuses, or the weights have an adapter beside them
+            (`load_adapter`).
     """
     check_run(run)
-    run.model.check_plain("saved")
-    config, weights = run.config.without_adapter(), run.model.state_dict()
+    run.model.check_without_adapter("saved")
+    config, weights = run.config.without_adapter(), int8_tensors(run.model)
     return RunFolder.create(as_path(path, "path"), config, run.tokenizer, weights, run.memory_lengths).path
 
 
@@ -213,7 +218,7 @@ def weights_digest(run: Run, dtype: str) -> str:
         dtype: data type of matrix products, resolved for the device.
     """
     digest = hashlib.sha256(f"{model_digest(run.config)} {dtype}".encode())
-    for name, tensor in sorted(run.model.state_dict().items()):
+    for name, tensor in sorted(int8_tensors(run.model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

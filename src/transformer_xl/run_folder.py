@@ -70,7 +70,15 @@ from transformer_xl.model.lora import (
     state_names,
 )
 from transformer_xl.model.sizes import min_weight_bytes
-from transformer_xl.tensor_file import DAMAGED, contents_digest, load_tensors, read_metadata, read_shapes, save_tensors
+from transformer_xl.tensor_file import (
+    DAMAGED,
+    SCALE,
+    contents_digest,
+    load_tensors,
+    read_metadata,
+    read_shapes,
+    save_tensors,
+)
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
@@ -532,6 +540,8 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
     names, state = state_names(model), model.state_dict()
     expected = {(saved, tuple(state[name].shape)) for saved, name in names.items()}
     found = {(name, shape) for name, shape in read_shapes(file).items() if name != HEAD or name in names}
+    if any(name.endswith(SCALE) for name, _ in found):
+        raise UserError(f"{file} has 8-bit weights, which are for inference; take the run that they were made of")
     if mismatched := expected ^ found:
         name, _ = min(mismatched)
         raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")

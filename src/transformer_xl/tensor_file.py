@@ -22,6 +22,9 @@ _ADVICE = "copy it again; if it is in a step-N folder, delete that to resume fro
 DAMAGED = f"{{}} is damaged ({{}}); {_ADVICE}"
 """Message for a damaged file, to be formatted with its path and the reason."""
 
+SCALE = "_scale"
+"""What follows the name of a weight of 8 bits in the name of its scales."""
+
 _KEY = "transformer_xl"  # of the entry in the metadata of the safetensors header
 _FORMAT = "1"  # version of the contents of that entry
 

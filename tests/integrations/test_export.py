@@ -6,19 +6,34 @@ import re
 import runpy
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 from model_configs import model_config
+from tensors import assert_same_tensors
 
-from transformer_xl import RunConfig, TrainConfig, UserError, build_model, generate, save, score
+from transformer_xl import (
+    RunConfig,
+    TrainConfig,
+    UserError,
+    build_model,
+    convert,
+    finetune,
+    generate,
+    load,
+    save,
+    score,
+)
+from transformer_xl.inference.int8 import int8_tensors
 from transformer_xl.integrations.export import export, export_onnx
 from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run import Run
+from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -118,10 +133,8 @@ def test_models_without_such_a_graph_are_refused(settings, arguments, message: s
 )
 def test_a_missing_package_is_named(package: str, call, tmp_path: Path, monkeypatch) -> None:
     find = util.find_spec
-    for module in ("export", "int8"):
-        monkeypatch.setattr(
-            f"transformer_xl.integrations.{module}.find_spec", lambda name: None if name == package else find(name)
-        )
+    for module in ("integrations.export", "inference.int8"):
+        monkeypatch.setattr(f"transformer_xl.{module}.find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(UserError, match=rf"{package} is not installed; .*pip install '.+\[{package}\]'"):
         call(make_run(), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
@@ -147,11 +160,38 @@ def test_int8(num_threads: int) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # of torchao
-def test_int8_weights_cannot_be_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", list(MODELS.values()))
+def test_int8_weights_are_saved_and_opened(settings: dict[str, Any], tmp_path: Path) -> None:
+    """By save and by convert, as the same bytes: the opened model has the same integers, scales and losses."""
+    run, text = make_run(**settings), "Some text to score, longer than a segment."
+    save(run, tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "int8", to="int8")
+    quantized = to_int8(load(tmp_path / "plain"))
+    save(quantized, tmp_path / "saved")
+    file = Path("model.safetensors")
+    assert (tmp_path / "int8" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+    opened = load(tmp_path / "int8")
+    assert_same_tensors(int8_tensors(opened.model), int8_tensors(quantized.model))
+    (expected,), (result,) = score(quantized, text), score(opened, text)
+    np.testing.assert_array_equal(result.nats_K, expected.nats_K)
+    assert generate(opened, text, max_new_tokens=5).text == generate(quantized, text, max_new_tokens=5).text
+    with pytest.raises(UserError, match=r"8-bit weights .* cannot be fine-tuned"):
+        finetune(opened, tmp_path / "corpus", tmp_path / "tuned")
+    with pytest.raises(UserError, match=r"8-bit weights .* cannot be converted"):
+        convert(tmp_path / "int8", tmp_path / "hub", to="huggingface")
+    tensors, _ = load_tensors(tmp_path / "int8" / file)
+    name = next(name for name in tensors if name.endswith("_scale"))
+    for damaged in ({name: tensors[name].T.contiguous()}, {name.removesuffix("_scale"): tensors[name].repeat(1, 5)}):
+        save_tensors(tmp_path / "int8" / file, tensors | damaged, {"step": "0"})
+        with pytest.raises(UserError, match=rf"does not fit the settings in config.yaml \(at {name[:9]}"):
+            load(tmp_path / "int8")
+
+
+@pytest.mark.filterwarnings("default")  # of torchao
+def test_int8_weights_are_for_inference(tmp_path: Path) -> None:
     quantized = to_int8(make_run())
     model, _ = from_run(quantized)
     for call in (
-        lambda: save(quantized, tmp_path / "run"),
         lambda: model.save_pretrained(tmp_path / "model"),
         lambda: export(quantized),
         lambda: to_int8(quantized),

@@ -19,7 +19,7 @@ def convert(
     out: Annotated[Path, Parameter(name="TO")],
     /,
     *,
-    to: Literal["run", "huggingface", "huggingface-4.37"] = "run",
+    to: Literal["run", "int8", "huggingface", "huggingface-4.37"] = "run",
     source_format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     tokenizer: str | None = None,
     pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
@@ -41,8 +41,8 @@ def convert(
     out
         Folder to create; it must not exist.
     to
-        What to write: a run; huggingface, for transformers 5 with this package (all models); or huggingface-4.37, for
-        transformers 4.37.2 and older (Transformer-XL only).
+        What to write: a run; int8, a run with 8-bit weights; huggingface, for transformers 5 with this package (all
+        models); or huggingface-4.37, for transformers 4.37.2 and older (Transformer-XL only).
     source_format
         Format of FROM. [default: detected from the files]
     tokenizer
@@ -93,6 +93,6 @@ def convert(
         return
     rows = [[name, f"{value:,}" if isinstance(value, int) else str(value)] for name, value in fields.items()]
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], rows)
-    if to == "run":
+    if to in ("run", "int8"):
         prepare = f"txl prepare FILES --tokenizer {quoted(out)} --out CORPUS"
         print(f"next: {prepare}, txl evaluate {quoted(out)} --corpus CORPUS")

@@ -303,6 +303,14 @@ class LanguageModel(ModelWithMemory):
             UserError: they are not.
         """
         self.check_not_quantized(what)
+        self.check_without_adapter(what)
+
+    def check_without_adapter(self, what: str) -> None:
+        """Check that the weights have no adapter (of `load_adapter`) beside them; argument as of the methods above.
+
+        Raises:
+            UserError: they have.
+        """
         if any(".lora_" in name for name, _ in self.named_parameters()):
             raise UserError(
                 f"a model with an adapter beside its weights cannot be {what}; load(PATH) of the adapter's folder "

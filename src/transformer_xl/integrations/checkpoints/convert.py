@@ -25,6 +25,7 @@ from transformer_xl.files import as_path, as_user_error, check_is_new, quoted
 from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words, read_checkpoint_json
+from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.lora import PEFT_CONFIG_FILE
 from transformer_xl.run import Run, load, save
 from transformer_xl.run_folder import CLASSIFIER_FILE, HEAD, RunFolder
@@ -35,7 +36,7 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 FormatName = Literal["huggingface", "official", "nvidia", "tensorflow"]
-OutputName = Literal["run", "huggingface", "huggingface-4.37"]
+OutputName = Literal["run", "int8", "huggingface", "huggingface-4.37"]
 
 
 class Format(NamedTuple):
@@ -96,8 +97,9 @@ def convert(
     Args:
         source: the checkpoint's file or folder, or the folder of an adapter; unless `to` is "run", any run folder.
         out: folder to create; it must not exist.
-        to: what to write: a run folder; "huggingface", a folder that transformers 5 opens with this package; or
-            "huggingface-4.37", one in the layout that transformers 4.37.2 and older load without it.
+        to: what to write: a run folder; "int8", one with 8-bit weights (see `to_int8`); "huggingface", a folder that
+            transformers 5 opens with this package; or "huggingface-4.37", one in the layout that transformers 4.37.2
+            and older load without it.
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: the model's tokenizer or its path (a run folder, a corpus or a txl_tokenizer.json file), or "byte"
             for a byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens
@@ -160,12 +162,13 @@ def _export(
 ) -> ConversionResult:
     """Write a run as a folder for transformers, or an adapter, merged into its base, as a run."""
     run = load(source, device="cpu", base=base)
+    run.model.check_plain("converted")
     weights = run.model.state_dict()
     parameters = _check_weights(run.config, weights, source)
     notes: tuple[str, ...] = ()
     readers: str | None = None
-    if to == "run":
-        save(run, out)
+    if to in ("run", "int8"):
+        save(run if to == "run" else to_int8(run), out)
     elif to == "huggingface":
         head = _classifier_head(run) if (source / CLASSIFIER_FILE).exists() else None
         pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token, add_bos_token, head)
