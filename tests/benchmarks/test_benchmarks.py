@@ -17,6 +17,7 @@ import attention_cases
 import chart
 import golden
 import gpu
+import prices
 import pytest
 import torch
 import training
@@ -197,3 +198,7 @@ def test_golden_numbers_that_differ_in_one_bit_are_reported(capsys: pytest.Captu
     for name, value in (("train/losses", [1.5, math.nextafter(2.5, 3)]), ("train/text", "ac")):
         assert golden.compare(entries, {**entries, name: value}, "") == 1
     assert golden.compare(entries, {}, "") == 3
+
+
+def test_the_page_of_prices_has_what_the_results_say() -> None:
+    assert prices.table() in (ROOT / "docs" / "paper-runs.md").read_text()

@@ -26,6 +26,7 @@ def convert(
     base: Path | None = None,
     eos_token: str | None = None,
     add_bos_token: Annotated[bool, Parameter(negative=())] = False,
+    license: str | None = None,
     json: Json = False,
 ) -> None:
     """Convert a checkpoint of another program to a run, or a run to a folder for transformers. No code is executed.
@@ -60,6 +61,9 @@ def convert(
     add_bos_token
         Begin each text with the beginning-of-sequence token, for --to huggingface: programs then score its first token
         too, as 'txl minimal-pairs' does.
+    license
+        Identifier of the model's licence on the Hub, such as apache-2.0, for the model card (README.md) of --to
+        huggingface. [default: the card says that none was given]
     """
     from transformer_xl.integrations.checkpoints import convert as checkpoints
 
@@ -74,6 +78,7 @@ def convert(
         base=base,
         eos_token=None if eos_token is None else eos_token.replace("\\n", "\n"),
         add_bos_token=add_bos_token,
+        license=license,
     )
     seconds = time.perf_counter() - start
     say_weights(result.weights)

@@ -34,6 +34,7 @@ COMMANDS = {
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
     "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",
     "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",
+    "push": "Publish an exported model in a repository of the Hub.",
     "recipes": "List the recipes that come with the package, or show one as YAML.",
     "info": "Show the hardware, a run or a corpus.",
 }

@@ -279,6 +279,9 @@ def test_converted_classifier_gives_the_same_probabilities(base: Run, tmp_path: 
     convert(result.path, tmp_path / "hub", to="huggingface")
     texts, _ = documents(6, seed=5, longest=3 * SEGMENT)
     probabilities_NC = classify(load_classifier(result.path), texts).probabilities_NC
+    best = load_classifier(result.path).record.best
+    assert best is not None
+    assert f"{best.accuracy:.1%} got the right label" in (tmp_path / "hub" / "README.md").read_text()
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub")
     assert list(model.config.id2label.values()) == list(load_classifier(result.path).record.labels)
     assert (model.config.classifier_pooling, model.config.classifier_segments) == (pooling, 3)

@@ -23,6 +23,7 @@ from transformer_xl.config import RunConfig, UserError, check_type, checked_name
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new, quoted
 from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
+from transformer_xl.integrations.checkpoints.model_card import model_card
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words, read_checkpoint_json
 from transformer_xl.integrations.int8 import to_int8
@@ -88,6 +89,7 @@ def convert(
     base: Path | str | None = None,
     eos_token: str | None = None,
     add_bos_token: bool = False,
+    license: str | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's transformers.
 
@@ -112,6 +114,8 @@ def convert(
             as "\n"; None for the token that ends documents, if the tokenizer has one.
         add_bos_token: for "huggingface", whether its tokenizer begins each text with the beginning-of-sequence token,
             so that programs score the first token of a text too.
+        license: for "huggingface", the identifier of the model's licence on the Hub, such as "apache-2.0", for the
+            model card (README.md); None says in it that none was given.
 
     Returns:
         the format, the number of parameters, the tokenizer, who can read the result, and notes on what was left out or
@@ -127,7 +131,11 @@ def convert(
     known = (str, Path, Tokenizer, type(None))
     check_type(tokenizer, known, "tokenizer", "give a path, 'byte', 'integer' or a Tokenizer")
     check_is_new(out)
-    for name, value in (("eos_token", eos_token), ("add_bos_token", add_bos_token or None)):
+    for name, value in (
+        ("eos_token", eos_token),
+        ("add_bos_token", add_bos_token or None),
+        ("license", license),
+    ):
         if value is not None and to != "huggingface":
             raise UserError(f"{name}={value} is for to=huggingface; leave it out")
     is_adapter = (source / PEFT_CONFIG_FILE).exists() and (source / "config.yaml").exists()
@@ -136,7 +144,7 @@ def convert(
         if inapplicable := [f"{name}={value}" for name, value in options.items() if value is not None]:
             other = f"to={to}" if to != "run" else "an adapter"
             raise UserError(f"{', '.join(inapplicable)} cannot be combined with {other}; leave the former out")
-        return _export(source, out, to, base, eos_token, add_bos_token)
+        return _export(source, out, to, base, eos_token, add_bos_token, license)
     if base is not None:
         raise UserError(f"{source} is no adapter; leave out base={base}")
 
@@ -158,7 +166,13 @@ def convert(
 
 
 def _export(
-    source: Path, out: Path, to: OutputName, base: Path | str | None, eos_token: str | None, add_bos_token: bool
+    source: Path,
+    out: Path,
+    to: OutputName,
+    base: Path | str | None,
+    eos_token: str | None,
+    add_bos_token: bool,
+    license: str | None,
 ) -> ConversionResult:
     """Write a run as a folder for transformers, or an adapter, merged into its base, as a run."""
     run = load(source, device="cpu", base=base)
@@ -170,8 +184,15 @@ def _export(
     if to in ("run", "int8"):
         save(run if to == "run" else to_int8(run), out)
     elif to == "huggingface":
-        head = _classifier_head(run) if (source / CLASSIFIER_FILE).exists() else None
-        pretrained.write(out, run.config, weights, run.tokenizer, run.memory_lengths, eos_token, add_bos_token, head)
+        is_classifier = (source / CLASSIFIER_FILE).exists()
+        record = read_checkpoint_json(source / CLASSIFIER_FILE) if is_classifier else None
+        head = _classifier_head(run, record) if record else None
+        try:
+            card = model_card(run, out.name, license, record)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{source / CLASSIFIER_FILE} is damaged ({error}); get the classifier again") from None
+        lengths = run.memory_lengths
+        pretrained.write(out, run.config, weights, run.tokenizer, lengths, eos_token, add_bos_token, head, card)
         readers = pretrained.READERS
     else:
         notes = huggingface.write(out, run.config, weights, run.tokenizer)
@@ -179,7 +200,7 @@ def _export(
     return ConversionResult("adapter" if to == "run" else to, parameters, run.tokenizer, notes, run.weights, readers)
 
 
-def _classifier_head(run: Run) -> tuple[dict[str, Any], Tensor]:
+def _classifier_head(run: Run, record: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Return the settings of a classifier's head by the names of config.json, and its weights.
 
     Raises:
@@ -188,7 +209,6 @@ def _classifier_head(run: Run) -> tuple[dict[str, Any], Tensor]:
     assert run.path is not None
     assert run.weights is not None
     file = run.path / CLASSIFIER_FILE
-    record = read_checkpoint_json(file)
     try:
         labels = dict(enumerate(record["labels"]))
         settings = {"classifier_pooling": record["pooling"], "classifier_segments": record["loss_segments"]}

@@ -170,6 +170,7 @@ def write(
     eos_token: str | None = None,
     add_bos_token: bool = False,
     head: tuple[dict[str, Any], Tensor] | None = None,
+    card: str | None = None,
 ) -> None:
     """Write a model as a folder that transformers 5 opens with this package.
 
@@ -182,6 +183,7 @@ def write(
         eos_token: as for `generation_values`.
         add_bos_token: whether the tokenizer begins each text with the beginning-of-sequence token.
         head: settings in config.json and weights of a classifier's head, or None for a language model.
+        card: text of README.md, or None to write none.
 
     Raises:
         UserError: the folder exists, the file system refuses, or the vocabulary has no such token.
@@ -212,6 +214,8 @@ def write(
         added = {"add_bos_token": True} if add_bos_token else {}
         write_config(temporary / "tokenizer_config.json", {**tokenizer_values, **added})
         write_code(temporary)
+        if card is not None:
+            write_text(temporary / "README.md", card)
 
 
 def write_code(folder: Path) -> None:
