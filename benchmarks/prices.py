@@ -2,9 +2,9 @@
 
     python benchmarks/prices.py
 
-Operations and memory are those that the recipes record (`txl recipes`). Hours come from the speeds in benchmarks/results:
-of the recipe itself where it was measured, else by arithmetic (*), from the operations per second of the measured recipe
-whose model is nearest in width.
+Operations and memory are those that the recipes record (`txl recipes`). Hours come from the speeds in
+benchmarks/results: of the recipe itself where it was measured, else by arithmetic (*), from the operations per second
+of the measured recipe whose model is nearest in width.
 """
 
 from __future__ import annotations
