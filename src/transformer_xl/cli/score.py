@@ -62,7 +62,7 @@ def score(
     run
         Folder of a run.
     files
-        Texts, decompressed if they end in .gz, .bz2 or .xz; - is standard input.
+        Texts, which may be compressed; with --per word also tables. - is standard input.
     per
         Unit of one line of output. Token scores add up to line scores, and line scores to file scores; by word, the
         output is a table of surprisals.
