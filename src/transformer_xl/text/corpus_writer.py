@@ -27,7 +27,7 @@ from transformer_xl.files import atomic_folder, json_digest, remove_leftovers, w
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextChunk, batched, text_chunks
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress
-from transformer_xl.text.sources.rows import RowBatch, Rows, SplitChoice
+from transformer_xl.text.sources.rows import DocumentRows, SplitChoice, TextBatch
 from transformer_xl.text.token_store import (
     DOCUMENT_START_DTYPE,
     Corpus,
@@ -140,7 +140,7 @@ def is_unfinished(folder: Path, key: str) -> bool:
 
 def fill_corpus(
     unfinished: Unfinished,
-    text: Mapping[SplitName, Iterable[Document]] | Rows,
+    text: Mapping[SplitName, Iterable[Document]] | DocumentRows,
     *,
     name: str,
     source: str,
@@ -174,10 +174,10 @@ def fill_corpus(
     assert max_shard_tokens > 0
     folder = unfinished.folder
     save_tokenizer(tokenizer, folder / "txl_tokenizer.json")
-    is_rows = isinstance(text, Rows)
-    splits = text.splits if isinstance(text, Rows) else tuple(text)
+    is_rows = isinstance(text, DocumentRows)
+    splits = text.splits if isinstance(text, DocumentRows) else tuple(text)
     batches: Iterator[Any]
-    if isinstance(text, Rows):
+    if isinstance(text, DocumentRows):
         batches, encode = text.batches(), partial(_encode_rows, tokenizer, document_unit, text.choice)
     else:
         batches = batched(_text_chunks(text, tokenizer), lambda chunk: len(chunk[1].text))
@@ -201,7 +201,7 @@ def fill_corpus(
             for chunk in chunks:
                 writers[chunk.split].add(chunk)
             done += 1
-            if isinstance(text, Rows):
+            if isinstance(text, DocumentRows):
                 progress("write", sum(writer.num_bytes for writer in writers.values()), text.num_bytes)
             unfinished.save(partial(_states, done, writers))
         for split in ("train", *splits):
@@ -231,7 +231,7 @@ def _text_chunks(
 
 
 def _encode_rows(
-    tokenizer: Tokenizer, document_unit: DocumentUnit, choice: SplitChoice, batch: tuple[RowBatch, int]
+    tokenizer: Tokenizer, document_unit: DocumentUnit, choice: SplitChoice, batch: tuple[TextBatch, int]
 ) -> list[_TokenChunk]:
     """Read and encode a batch of rows; runs in the worker processes."""
     chunks = [

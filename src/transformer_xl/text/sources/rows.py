@@ -42,7 +42,7 @@ NUM_BUCKETS = 2**16
 
 
 @dataclass(frozen=True)
-class RowBatch:
+class TextBatch:
     """Some consecutive rows of a file, which a process reads."""
 
     name: str
@@ -86,7 +86,7 @@ class RowFile:
         """Return the length of the file in bytes."""
         return 0 if self.rows is not None else self.path.stat().st_size
 
-    def batches(self) -> Generator[RowBatch]:
+    def batches(self) -> Generator[TextBatch]:
         """Yield the rows in batches of about `CHUNK_BYTES`.
 
         Raises:
@@ -123,12 +123,12 @@ class RowFile:
                 if content.peek(1):
                     yield f"{self.path}/{member}", content, self.config.input_format
 
-    def _of_content(self, name: str, content: Any, kind: InputFormat | None) -> Iterator[RowBatch]:
+    def _of_content(self, name: str, content: Any, kind: InputFormat | None) -> Iterator[TextBatch]:
         kind = kind or format_of(name, content.peek(HEAD_BYTES))
         encoding = self.config.encoding
         if kind == "text":
             text = content.read() if encoding == BINARY else b"".join(utf8_chunks(content, encoding, name))
-            yield RowBatch(name, 1, 1, "", self.split, ((name, text),))
+            yield TextBatch(name, 1, 1, "", self.split, ((name, text),))
             return
         encoding = "utf-8" if encoding == BINARY else encoding
         if kind != "jsonl":
@@ -145,10 +145,10 @@ class RowFile:
             if not chosen and (rows := next(json_rows(name, block.split(b"\n"), first), None)):
                 chosen = choose_column(rows[1], name, self.config.text_column)
             num_lines = block.count(b"\n")
-            yield RowBatch(name, first, num_lines + 1, chosen, self.split, block)
+            yield TextBatch(name, first, num_lines + 1, chosen, self.split, block)
             first += num_lines
 
-    def _of_rows(self, name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[RowBatch]:
+    def _of_rows(self, name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[TextBatch]:
         """Yield the texts of rows, or texts, in batches; `document` is their number."""
         texts: list[tuple[str, bytes]] = []
         size, column = 0, ""
@@ -159,10 +159,10 @@ class RowFile:
             texts.append((place, text_of_row(row, column, place)))
             size += len(texts[-1][1])
             if size >= CHUNK_BYTES:
-                yield RowBatch(name, 1, len(texts), column, self.split, tuple(texts))
+                yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
                 texts, size = list[tuple[str, bytes]](), 0
         if texts:
-            yield RowBatch(name, 1, len(texts), column, self.split, tuple(texts))
+            yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
 
 
 def _is_visible(member: str) -> bool:
@@ -238,7 +238,7 @@ class SplitChoice:
     ends: tuple[float, ...] = ()
     """Where train, valid and test end, in bytes of all texts."""
 
-    def read(self, batch: tuple[RowBatch, int]) -> list[RowText]:
+    def read(self, batch: tuple[TextBatch, int]) -> list[RowText]:
         """Return the rows of a batch that has so many bytes of text before it.
 
         Raises:
@@ -262,14 +262,14 @@ def bucket_of(seed: int, text: bytes) -> int:
     return int.from_bytes(hashlib.sha256(b"%d\0" % seed + text).digest()[:2], "big")
 
 
-def _measure(seed: int, batch: RowBatch) -> tuple[int, list[tuple[int, int]], int]:
+def _measure(seed: int, batch: TextBatch) -> tuple[int, list[tuple[int, int]], int]:
     """Return the bytes of a batch, those of each row with its bucket, and the bytes of the file read so far."""
     sizes = [(0 if batch.split else bucket_of(seed, text), len(text)) for _, text in batch.texts()]
     return sum(size for _, size in sizes), [] if batch.split else sizes, batch.raw
 
 
 @dataclass(frozen=True)
-class Rows:
+class DocumentRows:
     """All rows of a corpus, in their order."""
 
     files: tuple[RowFile, ...]
@@ -290,7 +290,7 @@ class Rows:
         fractions = {"train": 1.0, "valid": self.config.valid_fraction, "test": self.config.test_fraction}
         return tuple(split for split in SPLITS if (fractions[split] if given == {None} else split in given))
 
-    def batches(self) -> Iterator[tuple[RowBatch, int]]:
+    def batches(self) -> Iterator[tuple[TextBatch, int]]:
         """Yield all rows in batches, each with the number of bytes of text before it."""
         positions, document = chain_positions(self.sizes), 0
         for file in self.files:
@@ -339,7 +339,7 @@ class Rows:
                 save(values)
         return values() | {"whole": True}
 
-    def measured(self, measures: Mapping[str, Any]) -> tuple[Rows, str]:
+    def measured(self, measures: Mapping[str, Any]) -> tuple[DocumentRows, str]:
         """Return the rows with the split that follows from their measures, and a description of it.
 
         Raises:
@@ -377,7 +377,7 @@ class Rows:
 class RowSource(TextSource):
     """A text source of rows, whose `splits` are empty."""
 
-    rows: Rows = field(kw_only=True)
+    rows: DocumentRows = field(kw_only=True)
 
 
 def rows_in_memory(texts: object, config: TextConfig | None = None) -> RowFile | None:

@@ -41,20 +41,13 @@ _SUFFIXES: dict[str, InputFormat] = {
 _NOT_TEXT = {  # by the first bytes, where a text could be suspected; all others are no valid text
     b"%PDF-": "a PDF document",
     b"{\\rtf": "a document in RTF",
-    b"%!PS": "a PostScript document",
     b"SQLite format 3\0": "an SQLite database",
     b"\xd0\xcf\x11\xe0": "an old Office document",
     b"\x89PNG": "a picture",
     b"\xff\xd8\xff": "a picture",
     b"GIF8": "a picture",
-    b"\x89HDF": "an HDF5 file",
     b"\x93NUMPY": "a NumPy array",
     b"GGUF": "a GGUF model",
-    b"\x7fELF": "a program",
-    b"7z\xbc\xaf": "a 7z archive",
-    b"Rar!": "a RAR archive",
-    b"\x04\x22\x4d\x18": "compressed by lz4",
-    b"Obj\1": "an Avro file",
 }
 _OF_ZIP = {"[Content_Types].xml": "an Office document", "mimetype": "an OpenDocument or EPUB file"}
 _OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')

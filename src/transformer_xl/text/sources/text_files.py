@@ -34,7 +34,7 @@ from transformer_xl.text.sources.arrays import ArrayRange
 from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodec, FileCodecError
 from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
-from transformer_xl.text.sources.rows import RowFile, Rows, RowSource
+from transformer_xl.text.sources.rows import DocumentRows, RowFile, RowSource
 from transformer_xl.text.sources.splitting import TextRange, split_at_end, split_at_random
 from transformer_xl.text.sources.tables import HEAD_BYTES, check_zip, format_of, looks_like_table
 from transformer_xl.text.text_config import BINARY, TextConfig
@@ -136,7 +136,7 @@ def source_of_rows(
         tokenizer=TokenizerConfig(kind="integer" if is_integer else "byte"),
         tokenizer_splits=SPLITS if is_integer else ("train",),
         notes=notes,
-        rows=Rows(tuple(files), config),
+        rows=DocumentRows(tuple(files), config),
     )
 
 
