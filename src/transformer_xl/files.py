@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,13 @@ def check_new_file(path: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, goes_on: Callable[[Path], bool] | None = None) -> Iterator[Path]:
     """Yield a new temporary folder next to `path`; it is renamed to `path` if the block ends without an error.
+
+    Args:
+        path: the folder to create.
+        goes_on: returns whether the block can go on with a temporary folder. The one that a killed process has left is
+            then yielded again, and one whose block ends with an error is left. Without it both are deleted.
 
     Raises:
         UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is created.
@@ -143,10 +148,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     check_is_new(path)
     with as_user_error(f"writing {path}"):
         new_parents = [parent for parent in path.parents if not parent.exists()]
-        _remove_abandoned(path)
+        found = _remove_abandoned(path, goes_on)
         try:
-            with _renamed_into_place(path) as temporary:
-                temporary.mkdir(parents=True)
+            with _renamed_into_place(path, found, goes_on) as temporary:
+                temporary.mkdir(parents=True, exist_ok=found is not None)
                 yield temporary
         except BaseException:
             for parent in new_parents:
@@ -173,13 +178,18 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _renamed_into_place(path: Path) -> Iterator[Path]:
+def _renamed_into_place(
+    path: Path, found: Path | None = None, goes_on: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """Yield a temporary path; flush it and rename it to `path` after the block.
 
-    If anything of that fails, it is deleted, and what was at `path` is there again.
+    If anything of that fails, it is deleted unless `goes_on`, and what was at `path` is there again.
     """
     temporary, previous = (path.parent / f".{path.name}.partial-{which}" for which in (os.getpid(), "old"))
-    _remove(temporary)  # left by a killed process that had the same process id
+    if found != temporary:
+        _remove(temporary)  # left by a killed process that had the same process id
+        if found is not None:
+            found.rename(temporary)
     try:
         yield temporary
         # Folders are flushed too; otherwise a power failure can lose the names of the files in them.
@@ -203,7 +213,8 @@ def _renamed_into_place(path: Path) -> Iterator[Path]:
             with suppress(OSError):
                 previous.unlink(missing_ok=True)
     except BaseException as error:
-        _remove(temporary)
+        if goes_on is None or not goes_on(temporary):
+            _remove(temporary)
         if isinstance(error, UserError):
             raise UserError(final_names(str(error))) from error.__cause__
         raise
@@ -284,9 +295,9 @@ def parse_json(content: str | bytes) -> Any:
     for _ in range(_MAX_NESTING):
         inner = [part for part in level for part in (part.values() if isinstance(part, dict) else part)]
         level = [part for part in inner if isinstance(part, (dict, list))]
-    if level:
-        raise ValueError("nested too deeply")
-    return values
+        if not level:
+            return values
+    raise ValueError("nested too deeply")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -320,18 +331,30 @@ def remove_leftovers(folder: Path) -> None:
         _remove(item)
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Delete temporary folders of `path` whose processes were killed; that of a corpus can take many gigabytes."""
+def _remove_abandoned(path: Path, goes_on: Callable[[Path], bool] | None) -> Path | None:
+    """Delete temporary folders of `path` whose processes were killed; that of a corpus can take many gigabytes.
+
+    Returns:
+        One that `goes_on` wants, which stays, or None.
+    """
+    found = None
     if os.name != "posix":  # on other systems, os.kill cannot check whether a process is alive
-        return
+        return found
     for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         process = item.name.rpartition("-")[2]
         try:
-            os.kill(int(process), 0)  # sends no signal, only checks that the process exists
+            if int(process) != os.getpid():  # in a container, a later process often has the same id
+                os.kill(int(process), 0)  # sends no signal, only checks that the process exists
+                continue
         except ProcessLookupError:
-            _remove(item)
+            pass
         except (OSError, ValueError, OverflowError):  # the process is alive, or the name has no process id
             continue
+        if found is None and goes_on is not None and goes_on(item):
+            found = item
+        else:
+            _remove(item)
+    return found
 
 
 def _remove(item: Path) -> None:

@@ -87,7 +87,7 @@ def test_flags_that_select_decode_and_split_files() -> None:
     )
     left_out, unused = prepared.err.splitlines()
     assert prepared.status == 0
-    assert left_out.startswith("note: left out 1 of 200 files: none is text: d/0.png (it has a NUL byte); give")
+    assert left_out.startswith("note: left out 1 of 200 files: none is text: d/0.png (a picture)")
     assert unused.startswith("note: no file of the folders and patterns matches e/*")
     assert "d; files drawn at random with seed 1: 179 train, 10 valid, 10 test\n" in prepared.out
     lines = decoded("corpora/d", "train", "valid", "test").decode().splitlines(keepends=True)

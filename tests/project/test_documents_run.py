@@ -60,7 +60,8 @@ GIVEN = {
     "classification.md": "runs/mine topics.jsonl new.jsonl report.txt",
     "context.md": "corpora/mine runs/xl runs/shaw runs/lstm runs/mine runs/al-rfou",
     "data.md": "book.txt data/a.txt data/b.txt data/c.txt data/train/a.txt v.txt.gz t.txt.gz songs.npy more.txt runs/a "
-    "project/a.md project/b.md project/c.md old.txt proteins.txt variants.txt novels/",
+    "project/a.md project/b.md project/c.md old.txt proteins.txt variants.txt novels/ pages.jsonl shards/a.jsonl "
+    "held-out.csv dump/",
     "evaluation.md": "corpora/mine runs/mine runs/enwik8-12l page.txt other.txt",
     "finetuning.md": "runs/mine letters/ runs/words new-words runs/mails corpora/enwik8-4mb corpora/shakespeare ptb "
     "wt.train wt.valid wt.test OLD-MODEL train.txt valid.txt test.txt",

@@ -96,7 +96,7 @@ def test_corpus_equals_documents_encoded_one_by_one(
 def large_texts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Enough chunks for several processes: lines of all lengths, and words that chunk boundaries split."""
     monkeypatch.setattr("transformer_xl.text.documents.ENCODE_CHUNK_BYTES", 2**17)
-    monkeypatch.setattr("transformer_xl.text.corpus_writer._BATCH_BYTES", 2**16)
+    monkeypatch.setattr("transformer_xl.text.documents._BATCH_BYTES", 2**16)
     random = np.random.default_rng(11)
     words = np.array([b"transformer", b"xl", b"of", b"a", b"\n", b"\n\n", b"lengthy" * 97])
     return [b" ".join(random.choice(words, size=number)) for number in (7, 15_001, 0, 31, 6_013)]

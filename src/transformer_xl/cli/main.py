@@ -113,6 +113,8 @@ def run(arguments: list[str]) -> int:
     """
     if arguments[:1] == ["help"]:  # as in git: txl help train
         arguments = [*arguments[1:], "--help"]
+    if arguments[:1] == ["prepare"]:  # its files may follow options, where - would be taken for one
+        arguments = ["/dev/stdin" if word == "-" else word for word in arguments]
     app = build_app()
 
     def with_flags(message: str) -> str:

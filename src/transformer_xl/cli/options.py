@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import CoercionError, Parameter, Token, convert
 
 from transformer_xl.config import UserError, whole_number
+from transformer_xl.text.text_config import InputFormat
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +70,10 @@ class WordOptions:
     """Whether the space between two words belongs to the second, or to the first, which it ends. [default: leading]"""
     sweep_memory_length: str | None = None
     """Several memory lengths, such as 0,64,512; each gives a column. [default: only that of --memory-length]"""
-    input_format: Literal["text", "csv", "tsv", "jsonl"] | None = None
-    """Each line of a text is an item, or each row of a table. [default: by the suffix of the file, else text]"""
+    input_format: InputFormat | None = None
+    """Each line of a text is an item, or each row of a table. [default: by the content of the file, or its suffix]"""
     text_column: str | None = None
-    """Column of the text in CSV and JSON lines. [default: text]"""
+    """Column of the text in a table. [default: text]"""
     item_columns: str | None = None
     """Columns that together identify an item, separated by commas, such as item,condition. [default: item]"""
     document_column: str | None = None
@@ -98,10 +99,10 @@ class DocumentOptions:
 
     per: Literal["file", "line"] | None = None
     """Of a text, whether the file is a document, or each line. [default: file; of a table, each row]"""
-    input_format: Literal["text", "csv", "tsv", "jsonl"] | None = None
-    """A text, or a table with a document in each row. [default: by the suffix of the file, else text]"""
+    input_format: InputFormat | None = None
+    """A text, or a table with a document in each row. [default: by the content of the file, or its suffix]"""
     text_column: str | None = None
-    """Column of the text in CSV and JSON lines. [default: text]"""
+    """Column of the text in a table. [default: text]"""
 
 
 DocumentFlags = Annotated[DocumentOptions, Parameter(name="*")]
@@ -113,7 +114,7 @@ class ClassifierOptions:
     """Options of `--task classification` alone."""
 
     labels: str | None = None
-    """With classification, the column of the labels in CSV and JSON lines."""
+    """With classification, the column of the labels in a table."""
     valid: Annotated[tuple[Path, ...], Parameter(negative=())] = ()
     """With classification, a file of documents to validate with; may be repeated. [default: some of the documents]"""
     valid_fraction: float | None = None

@@ -37,9 +37,11 @@ def prepare(
     """Turn text into a corpus that `txl train` trains on.
 
     Args:
-        sources: Files, folders and quoted patterns, whose text is split into train, valid and test; or the name of a
-            data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
-        out: Folder to create; it must not exist. [default: corpora/NAME]
+        sources: Files, folders and quoted patterns, whose text is split into train, valid and test (- is standard
+            input); or the name of a data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib. Texts,
+            tables with a text in each row (JSON lines, CSV, Parquet and so on), and archives of these.
+        out: Folder to create; it must not exist. A command that was killed is typed again to go on.
+            [default: corpora/NAME]
         train: Files, folders and patterns to train on, instead of splitting one text.
         valid: Files, folders and patterns to validate on.
         test: Files, folders and patterns to test on.

@@ -62,7 +62,7 @@ def score(
     run
         Folder of a run.
     files
-        Texts, decompressed if they end in .gz, .bz2 or .xz; - is standard input.
+        Texts, which may be compressed; with --per word also tables. - is standard input.
     per
         Unit of one line of output. Token scores add up to line scores, and line scores to file scores; by word, the
         output is a table of surprisals.
@@ -79,12 +79,17 @@ def score(
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
     from transformer_xl.text.sources.archives import read_text_file
+    from transformer_xl.text.sources.tables import format_of
 
     contents = {
         name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
         for name, path in paths.items()
     }
     for name, content in contents.items():
+        if per != "word" and (kind := format_of(name, content)) != "text":
+            if kind in ("parquet", "arrow"):
+                raise UserError(f"{name} is {kind}, not text; --per word reads its rows")
+            note(f"{name} is {kind}, and read as it is; --per word reads its rows")
         if b"\r" in content and b"\n" not in content:
             note(f"{name}: its lines end in CR alone, which ends no line here; change CR to LF (tr '\\r' '\\n')")
     items: list[TextItem] = []

@@ -119,6 +119,8 @@ class PrepareSettings(TypedDict, total=False):
     include: Sequence[str]
     exclude: Sequence[str]
     encoding: str
+    input_format: Literal["text", "csv", "tsv", "jsonl", "json", "parquet", "arrow"] | None
+    text_column: str | None
     document_unit: Literal["file", "line"] | None
     vocab_size: int | None
     min_frequency: int

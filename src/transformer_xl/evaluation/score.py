@@ -23,6 +23,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, Tok
 from transformer_xl.run import Run, check_run
 from transformer_xl.text.corpus_writer import count_words
 from transformer_xl.text.documents import Document, text_chunks
+from transformer_xl.text.sources.rows import rows_in_memory
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
 
@@ -174,14 +175,20 @@ def score(
 def texts_by_name(texts: Texts) -> dict[str, bytes]:
     """Return texts by their names: those of a mapping, else "text" or "text 1", "text 2" and so on.
 
+    Of a DataFrame, a data set of `datasets` and mappings in a list, the texts are those of the column text, or of the
+    only one with texts.
+
     Raises:
-        UserError: they are of another type.
+        UserError: they are of another type, or the column is not clear.
     """
     if isinstance(texts, str | bytes):
         return {"text": to_bytes(texts)}
     if isinstance(texts, Mapping):
         return {str(name): to_bytes(text) for name, text in texts.items()}
     check_type(texts, Iterable, "texts", "give a text, a list of texts, or a mapping from names to texts")
+    texts = list(texts) if isinstance(texts, Iterator) else texts
+    if rows := rows_in_memory(texts):
+        texts = [text for batch in rows.batches() for _, text in batch.texts()]
     return {f"text {number}": to_bytes(text) for number, text in enumerate(texts, start=1)}
 
 

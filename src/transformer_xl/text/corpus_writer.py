@@ -10,20 +10,24 @@ Shape suffix: V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import atomic_folder, json_digest, write_json
-from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextChunk, text_chunks
+from transformer_xl.files import atomic_folder, json_digest, remove_leftovers, write_json
+from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextChunk, batched, text_chunks
 from transformer_xl.text.parallel import ordered_map
+from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress
+from transformer_xl.text.sources.rows import DocumentRows, SplitChoice, TextBatch
 from transformer_xl.text.token_store import (
     DOCUMENT_START_DTYPE,
     Corpus,
@@ -32,24 +36,31 @@ from transformer_xl.text.token_store import (
     documents_file,
     token_file,
 )
-from transformer_xl.text.tokenizers.base import EncodedChunk, TokenArray, Tokenizer, document_errors, token_dtype
-from transformer_xl.text.tokenizers.storage import fingerprint, save_tokenizer
+from transformer_xl.text.tokenizers.base import TokenArray, Tokenizer, document_errors, token_dtype
+from transformer_xl.text.tokenizers.storage import fingerprint, read_json_object, save_tokenizer
 
-_BATCH_BYTES = 2**20  # small chunks are batched until they have this length, so that transfers to processes cost little
+SECONDS_BETWEEN_SAVES = 10.0
+"""How often it is saved how far a corpus is."""
+UNFINISHED = "unfinished.json"
+"""File in the folder of an unfinished corpus that says how far it is."""
 
 
 @dataclass(frozen=True)
 class _TokenChunk:
-    """The tokens of a chunk of text, and statistics of the text."""
+    """The tokens of consecutive chunks of text of one split, and statistics of the text."""
 
     split: SplitName
-    document: int
-    """The document's index in its split."""
-    encoded: EncodedChunk
-    line_ends: npt.NDArray[np.int64]
-    """For each token that ends a line, its index in the chunk plus 1; empty unless lines are documents."""
+    documents: tuple[int, int]
+    """The first and the last document, by their indices."""
+    ids: TokenArray
+    starts: npt.NDArray[np.int64]
+    """Positions of the tokens that begin a document; whether the first does depends on the chunk before."""
+    at_line_end: bool
+    """Whether the last token ends a line, if lines are documents."""
+    num_bytes: int
     num_words: int
-    """Number of words that begin in the chunk."""
+    """Number of words that begin in the text."""
+    num_unknown: int
 
 
 def write_corpus(
@@ -80,78 +91,194 @@ def write_corpus(
         UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
             `document_unit` is line but the tokenizer has no token that ends a line.
     """
+    splits = {split: splits[split] for split in SPLITS if split in splits}
+    with atomic_folder(Path(folder)) as temporary:
+        fill_corpus(
+            Unfinished(temporary),
+            splits,
+            name=name,
+            source=source,
+            tokenizer=tokenizer,
+            document_unit=document_unit,
+            num_workers=num_workers,
+            max_shard_tokens=max_shard_tokens,
+        )
+    return Corpus.open(folder)
+
+
+class Unfinished:
+    """The folder of an unfinished corpus, with what its writing needs in order to go on after it was killed."""
+
+    def __init__(self, folder: Path, key: str | None = None) -> None:
+        """Open the folder.
+
+        Args:
+            folder: the folder, which may be new.
+            key: identifies text and settings, or None to keep nothing.
+        """
+        self.folder, self._key = folder, key
+        self.found = key is not None and is_unfinished(folder, key)
+        """Whether an earlier process has begun this corpus."""
+        self.values: dict[str, Any] = read_json_object(folder / UNFINISHED) if self.found else {"key": key}
+        self._last_save = time.monotonic()
+        remove_leftovers(folder)
+
+    def save(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Save values, unless there is nothing to keep or some were saved in the last seconds."""
+        if self._key is not None and time.monotonic() - self._last_save >= SECONDS_BETWEEN_SAVES:
+            self.values.update(values())
+            write_json(self.folder / UNFINISHED, self.values)
+            self._last_save = time.monotonic()
+
+
+def is_unfinished(folder: Path, key: str) -> bool:
+    """Return whether a folder is that of an unfinished corpus with this key, whose writing can go on."""
+    with suppress(UserError):
+        return (folder / UNFINISHED).is_file() and read_json_object(folder / UNFINISHED).get("key") == key
+    return False
+
+
+def fill_corpus(
+    unfinished: Unfinished,
+    text: Mapping[SplitName, Iterable[Document]] | DocumentRows,
+    *,
+    name: str,
+    source: str,
+    tokenizer: Tokenizer,
+    document_unit: DocumentUnit = "file",
+    num_workers: int = 1,
+    max_shard_tokens: int = 2**30,
+    progress: Progress = no_progress,
+) -> None:
+    """Write the files of a corpus, or those that are not written yet.
+
+    Args:
+        unfinished: the folder.
+        text: documents by split, or measured rows, which report progress.
+        name: as in `write_corpus`, like all others.
+        source: description of where the text comes from.
+        tokenizer: encodes the text.
+        document_unit: what becomes a document of the corpus.
+        num_workers: number of processes that encode.
+        max_shard_tokens: maximum number of tokens in one token file.
+        progress: called with the stage `write`, for rows.
+
+    Raises:
+        UserError: as by `write_corpus`.
+    """
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
             f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; set "
             "add_eos=true, or document_unit=file"
         )
     assert max_shard_tokens > 0
-    splits = {split: splits[split] for split in SPLITS if split in splits}
-    with atomic_folder(Path(folder)) as temporary:
-        save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(closing(_SplitWriter(temporary, split, tokenizer, max_shard_tokens)))
-                for split in splits
-            }
-            batches = _batches(_text_chunks(splits, writers, tokenizer))
-            encode = partial(_encode, tokenizer, document_unit)
-            workers = 1 if tokenizer.is_cheap_to_encode else num_workers
-            for chunks in stack.enter_context(closing(ordered_map(encode, batches, workers=workers))):
-                for chunk in chunks:
-                    writers[chunk.split].add(chunk)
-            for split in ("train", *splits):
-                if split not in writers or not writers[split].shard_lengths:
-                    raise UserError(
-                        f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
-                        f"{'' if split == 'train' else ', or leave it out'}"
-                    )
-            records = {split: writer.record() for split, writer in writers.items()}
-        record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
-        contents = record.model_dump(mode="json")
-        write_json(temporary / "corpus.json", {**contents, "sha256": json_digest(contents)})
-    return Corpus.open(folder)
+    folder = unfinished.folder
+    save_tokenizer(tokenizer, folder / "txl_tokenizer.json")
+    is_rows = isinstance(text, DocumentRows)
+    splits = text.splits if isinstance(text, DocumentRows) else tuple(text)
+    batches: Iterator[Any]
+    if isinstance(text, DocumentRows):
+        batches, encode = text.batches(), partial(_encode_rows, tokenizer, document_unit, text.choice)
+    else:
+        batches = batched(_text_chunks(text, tokenizer), lambda chunk: len(chunk[1].text))
+        encode = partial(_encode, tokenizer, document_unit)
+    with ExitStack() as stack:
+        saved: dict[str, Any] = unfinished.values.get("splits", {})
+        writers = {
+            split: stack.enter_context(closing(_SplitWriter(folder, split, tokenizer, max_shard_tokens)))
+            for split in splits
+        }
+        done = 0
+        if saved and all(writers[split].restore(saved[split]) for split in splits):
+            done = unfinished.values["batches"]
+        else:
+            for writer in writers.values():
+                writer.restore(None)
+        for _ in islice(batches, done):
+            pass
+        workers = 1 if tokenizer.is_cheap_to_encode and not is_rows else num_workers
+        for chunks in stack.enter_context(closing(ordered_map(encode, batches, workers=workers))):
+            for chunk in chunks:
+                writers[chunk.split].add(chunk)
+            done += 1
+            if isinstance(text, DocumentRows):
+                progress("write", sum(writer.num_bytes for writer in writers.values()), text.num_bytes)
+            unfinished.save(partial(_states, done, writers))
+        for split in ("train", *splits):
+            if split not in writers or not writers[split].shard_lengths:
+                raise UserError(
+                    f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
+                    f"{'' if split == 'train' else ', or leave it out'}"
+                )
+        records = {split: writer.record() for split, writer in writers.items()}
+    record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
+    contents = record.model_dump(mode="json")
+    write_json(folder / "corpus.json", {**contents, "sha256": json_digest(contents)})
+    (folder / UNFINISHED).unlink(missing_ok=True)
+
+
+def _states(done: int, writers: Mapping[SplitName, _SplitWriter]) -> dict[str, Any]:
+    return {"batches": done, "splits": {split: writer.state() for split, writer in writers.items()}}
 
 
 def _text_chunks(
-    splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
+    splits: Mapping[SplitName, Iterable[Document]], tokenizer: Tokenizer
 ) -> Iterator[tuple[SplitName, TextChunk]]:
-    """Yield the chunks of all documents, each with its split; each writer counts the bytes of its split."""
+    """Yield the chunks of all documents, each with its split."""
     for split, documents in splits.items():
-        count_bytes = writers[split].count_bytes
-        counted = (replace(document, chunks=count_bytes(document.chunks)) for document in documents)
-        for chunk in text_chunks(tokenizer, counted):
+        for chunk in text_chunks(tokenizer, documents):
             yield split, chunk
 
 
-def _batches(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[list[tuple[SplitName, TextChunk]]]:
-    """Group consecutive chunks into batches of about `_BATCH_BYTES` or more."""
-    batch: list[tuple[SplitName, TextChunk]] = []
-    num_bytes = 0
-    for split, chunk in chunks:
-        batch.append((split, chunk))
-        num_bytes += len(chunk.text)
-        if num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = list[tuple[SplitName, TextChunk]](), 0
-    if batch:
-        yield batch
+def _encode_rows(
+    tokenizer: Tokenizer, document_unit: DocumentUnit, choice: SplitChoice, batch: tuple[TextBatch, int]
+) -> list[_TokenChunk]:
+    """Read and encode a batch of rows; runs in the worker processes."""
+    chunks = [
+        (row.split, replace(chunk, document=row.document))
+        for row in choice.read(batch)
+        for chunk in text_chunks(tokenizer, [Document(row.place, [row.text])])
+    ]
+    return _encode(tokenizer, document_unit, chunks)
 
 
 def _encode(
     tokenizer: Tokenizer, document_unit: DocumentUnit, chunks: list[tuple[SplitName, TextChunk]]
 ) -> list[_TokenChunk]:
-    """Encode a batch of chunks; runs in the worker processes."""
-    token_chunks: list[_TokenChunk] = []
+    """Encode a batch of chunks, and join those of each split; runs in the worker processes."""
+    by_split: dict[SplitName, list[TextChunk]] = {}
     for split, chunk in chunks:
+        by_split.setdefault(split, []).append(chunk)
+    return [_encode_split(tokenizer, document_unit, split, of_split) for split, of_split in by_split.items()]
+
+
+def _encode_split(
+    tokenizer: Tokenizer, document_unit: DocumentUnit, split: SplitName, chunks: list[TextChunk]
+) -> _TokenChunk:
+    ids, starts = [np.empty(0, token_dtype(tokenizer.vocab_size))], [np.empty(0, np.int64)]
+    first, last, at_line_end, length, num_words, num_unknown = -1, -1, False, 0, 0, 0
+    for chunk in chunks:
         with document_errors(chunk.document_name, chunk.position):
             encoded = tokenizer.encode_chunk(chunk.text)
-        line_ends = np.empty(0, np.int64)
+        num_words += count_words(chunk.text, chunk.previous_byte)
+        num_unknown += encoded.num_unknown
+        num_tokens = len(encoded.ids)
+        if not num_tokens:
+            continue
+        if length and (at_line_end or chunk.document != last):
+            starts.append(np.array([length]))
+        at_line_end = False
         if document_unit == "line":
             line_ends = tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
-        num_words = count_words(chunk.text, chunk.previous_byte)
-        token_chunks.append(_TokenChunk(split, chunk.document, encoded, line_ends, num_words))
-    return token_chunks
+            at_line_end = num_tokens in line_ends[-1:]
+            # a line that ends with the chunk is followed by a document that starts in the next chunk
+            starts.append(line_ends[line_ends < num_tokens] + length)
+        first, last = chunk.document if first < 0 else first, chunk.document
+        ids.append(encoded.ids)
+        length += num_tokens
+    num_bytes = sum(chunk.num_bytes for chunk in chunks)
+    joined = np.concatenate(ids), np.concatenate(starts)
+    return _TokenChunk(split, (first, last), *joined, at_line_end, num_bytes, num_words, num_unknown)
 
 
 _IN_WORD = bytes(not bytes([value]).isspace() for value in range(256))  # by byte value: 1 unless whitespace
@@ -170,52 +297,88 @@ def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
 
 
 class _SplitWriter:
-    """Writes the files of one split, chunk by chunk."""
+    """Writes the files of one split, chunk by chunk, once `restore` was called."""
 
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
         self._folder, self._split, self._max_shard_tokens = folder, split, max_shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
+        self._end = tokenizer.document_end
         self.shard_lengths: list[int] = []  # number of tokens in each token file
         self._shard: BinaryIO | None = None  # the last token file
-        self._documents = documents_file(folder, split).open("wb")
-        self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
-        self._counts = dict.fromkeys(
-            ("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0
-        )  # of SplitRecord
-        self._document = -1  # index of the document of the last token written
-        self._at_line_end = False  # whether the last token written ended a line
-        self._end = tokenizer.document_end
+        self._documents: BinaryIO | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the text that was written."""
+        return self._counts["num_bytes"]
 
     def close(self) -> None:
         """Close the files."""
-        self._documents.close()
-        if self._shard:
-            self._shard.close()
+        for file in (self._documents, self._shard):
+            if file:
+                file.close()
 
-    def count_bytes(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the chunks, counting their bytes."""
-        for chunk in chunks:
-            self._counts["num_bytes"] += len(chunk)
-            yield chunk
+    def state(self) -> dict[str, Any]:
+        """Return as JSON values what `restore` needs, after writing what is buffered."""
+        for file in (self._documents, self._shard):
+            if file:
+                file.flush()
+        hashes = self._token_hash.hexdigest(), self._start_hash.hexdigest()
+        values = {"counts": dict(self._counts), "shard_lengths": list(self.shard_lengths), "hashes": hashes}
+        return {**values, "document": self._document, "at_line_end": self._at_line_end}
+
+    def restore(self, state: Mapping[str, Any] | None) -> bool:
+        """Begin where a state was taken, or at the beginning, and return whether the files are those of the state."""
+        self.close()
+        state = state or {"counts": {}, "shard_lengths": [], "hashes": None, "document": -1, "at_line_end": False}
+        self._counts = (
+            dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0) | state["counts"]
+        )  # of SplitRecord
+        self._document = state["document"]  # index of the document of the last token written
+        self._at_line_end = state["at_line_end"]  # whether the last token written ended a line
+        self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
+        self.shard_lengths = list(state["shard_lengths"])
+        num_bytes = self._counts["num_documents"] * DOCUMENT_START_DTYPE.itemsize
+        self._documents = self._reopened(documents_file(self._folder, self._split), num_bytes, self._start_hash)
+        self._shard = None
+        for shard, length in enumerate(self.shard_lengths):
+            if self._shard:
+                self._shard.close()
+            file = token_file(self._folder, self._split, shard)
+            self._shard = self._reopened(file, length * self._dtype.itemsize, self._token_hash)
+        for file in self._folder.glob(f"{self._split}-*.tokens"):
+            if file not in (token_file(self._folder, self._split, shard) for shard in range(len(self.shard_lengths))):
+                file.unlink()
+        hashes = [self._token_hash.hexdigest(), self._start_hash.hexdigest()]
+        return state["hashes"] is None or hashes == list(state["hashes"])
+
+    @staticmethod
+    def _reopened(path: Path, num_bytes: int, digest: hashlib._Hash) -> BinaryIO:
+        """Open a file behind the first bytes, which are hashed, and delete the others."""
+        file = path.open("r+b" if path.exists() else "w+b")
+        while num_bytes and (chunk := file.read(min(num_bytes, CHUNK_BYTES))):
+            digest.update(chunk)
+            num_bytes -= len(chunk)
+        file.truncate()
+        return file
 
     def add(self, chunk: _TokenChunk) -> None:
         """Write the next chunk."""
-        self._counts["num_words"] += chunk.num_words
-        self._counts["num_unknown"] += chunk.encoded.num_unknown
-        num_tokens = len(chunk.encoded.ids)
-        if not num_tokens:
+        for name in ("num_bytes", "num_words", "num_unknown"):
+            self._counts[name] += getattr(chunk, name)
+        if not len(chunk.ids):
             return
-        # A line that ends with the chunk is followed by a document that starts in the next chunk.
-        starts = chunk.line_ends[chunk.line_ends < num_tokens]
-        if self._at_line_end or chunk.document != self._document:
+        starts = chunk.starts
+        if self._at_line_end or chunk.documents[0] != self._document:
             starts = np.concatenate([[0], starts])
-        self._document, self._at_line_end = chunk.document, num_tokens in chunk.line_ends[-1:]
-        ids = np.ascontiguousarray(chunk.encoded.ids, dtype=self._dtype)
+        self._document, self._at_line_end = chunk.documents[1], chunk.at_line_end
+        ids = np.ascontiguousarray(chunk.ids, dtype=self._dtype)
         if self._end is not None:  # after each document but the split's last one, whose end follows in `record`
             follows = starts[not self._counts["num_tokens"] :]
             ids = np.insert(ids, follows, self._end.id)
             starts = np.concatenate([starts[: len(starts) - len(follows)], follows + 1 + np.arange(len(follows))])
         start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
+        assert self._documents is not None
         self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformer_xl.text.tokenizers import Tokenizer, document_errors
 from transformer_xl.text.tokenizers.chunking import ENCODE_CHUNK_BYTES, split_chunks
@@ -15,7 +15,10 @@ SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 DocumentUnit = Literal["file", "line"]
-"""Whether a document of a corpus is a whole file (or text in memory), or one line of it."""
+"""Whether a document of a corpus is a whole file (or row, or text in memory), or one line of it."""
+
+Chunk = TypeVar("Chunk")
+_BATCH_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class TextChunk:
     previous_byte: bytes
     """The byte before the chunk in its document, or a space if the chunk is the first."""
     text: bytes
+    num_bytes: int
+    """Length of the text in its document, without the newline that a tokenizer may add to it."""
 
 
 def text_chunks(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[TextChunk]:
@@ -51,11 +56,32 @@ def text_chunks(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator
         UserError: a document cannot be split (see `split_chunks`).
     """
     for index, document in enumerate(documents):
-        position, previous_byte = 0, b" "
+        position, previous_byte, num_read = 0, b" ", 0
+
+        def counted(chunks: Iterable[bytes]) -> Iterator[bytes]:
+            nonlocal num_read
+            for chunk in chunks:
+                num_read += len(chunk)
+                yield chunk
+
         with document_errors(document.name):
-            for text in split_chunks(tokenizer, document.chunks, ENCODE_CHUNK_BYTES):
-                yield TextChunk(index, document.name, position, previous_byte, text)
+            for text in split_chunks(tokenizer, counted(document.chunks), ENCODE_CHUNK_BYTES):
+                num_bytes = min(len(text), num_read - position)
+                yield TextChunk(index, document.name, position, previous_byte, text, num_bytes)
                 position, previous_byte = position + len(text), text[-1:]
+
+
+def batched(chunks: Iterable[Chunk], size: Callable[[Chunk], int]) -> Iterator[list[Chunk]]:
+    """Group consecutive chunks into batches of about 1 MiB or more, so that transfers to processes cost little."""
+    batch, num_bytes = list[Chunk](), 0
+    for chunk in chunks:
+        batch.append(chunk)
+        num_bytes += size(chunk)
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = list[Chunk](), 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)

@@ -8,34 +8,44 @@ from __future__ import annotations
 import codecs
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import Unpack
 
 from transformer_xl.config import UserError, check_settings, check_type, nearest
-from transformer_xl.files import check_is_new
-from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.files import as_user_error, atomic_folder, check_is_new, json_digest
+from transformer_xl.text.corpus_writer import Unfinished, fill_corpus, is_unfinished
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
-from transformer_xl.text.sources.archives import Progress, no_progress
+from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress
 from transformer_xl.text.sources.file_codec import FileCodec, find_codec
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
+from transformer_xl.text.sources.rows import RowFile, RowSource, rows_in_memory
+from transformer_xl.text.sources.splitting import TextRange
 from transformer_xl.text.sources.text_files import (
     BytesRange,
     FileSelection,
     common_folder,
     describe_paths,
+    first_few,
     name_of_paths,
     note_repeated_files,
+    saved_splits,
+    source_of_rows,
     source_of_splits,
+    split_named,
     split_text,
     texts_of_paths,
 )
 from transformer_xl.text.text_config import TextConfig
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
+from transformer_xl.text.tokenizers import Tokenizer, fingerprint, load_tokenizer, to_bytes
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.tokenizer_config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
 
@@ -43,10 +53,11 @@ if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import PrepareSettings
 
 StrPath = str | os.PathLike[str]
-Texts = Iterable[str | bytes]
-"""Documents in memory, each a whole text."""
+Texts = Iterable[str | bytes] | Iterable[Mapping[str, Any]] | Any
+"""Documents in memory, each a whole text: texts, rows (mappings), a DataFrame, or a data set of `datasets`."""
 
 _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
+_STANDARD_INPUT = frozenset({"-", "/dev/stdin"})
 _TEXT_SETTINGS = TextConfig.model_fields
 _TOKENIZER_SETTINGS = TokenizerConfig.model_fields.keys() - {"kind", "eos_token", "unk_token", "byte_fallback"}
 
@@ -75,9 +86,12 @@ def prepare(
 
     Args:
         source: the name of a data set (enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib); or paths of
-            files and folders, and glob patterns, whose text is split into train, valid and test.
-        out: the folder to create, which must not exist, or None for corpora/NAME.
-        documents: texts in memory, to be split; or a mapping from each split to its texts.
+            files and folders, and glob patterns, whose text is split into train, valid and test; `-` is standard input.
+            Files with a document in each row, compressed files and archives are recognized by their content.
+        out: the folder to create, which must not exist, or None for corpora/NAME. If a process that was killed has
+            begun it from the same files with the same settings, it is continued.
+        documents: texts in memory, to be split; or a mapping from each split to its texts. Instead of texts, a
+            DataFrame, a data set of `datasets` or mappings, whose column `text_column` has the texts.
         train: files, folders and glob patterns of the train split.
         valid: the same for the valid split.
         test: the same for the test split.
@@ -98,7 +112,8 @@ def prepare(
 
     Raises:
         UserError: the text is missing, unreadable, empty, cannot be downloaded or cannot be encoded; settings
-            contradict each other; or the folder exists or cannot be written. No partial corpus is left behind.
+            contradict each other; or the folder exists or cannot be written. No partial corpus is left behind, but
+            what took longer than some seconds stays in a hidden folder beside `out` until the same call ends.
     """
     check_type(out, (str, os.PathLike, type(None)), "out", "give the path of a new folder")
     known = (str, os.PathLike, Tokenizer, TokenizerConfig, type(None))
@@ -119,6 +134,21 @@ def prepare(
     text_config = check_settings(TextConfig, {name: given[name] for name in given if name in _TEXT_SETTINGS})
     tokenizer_settings = {name: given[name] for name in given if name in _TOKENIZER_SETTINGS}
     paths = _paths(source)
+    sources = {
+        "source": paths,
+        **{split: _paths(files) for split, files in (("train", train), ("valid", valid), ("test", test))},
+    }
+    if not _STANDARD_INPUT.isdisjoint(path for of_split in sources.values() for path in of_split):
+        with TemporaryDirectory(prefix="txl-") as kept:  # it is read more than once
+            file = Path(kept, "standard-input")
+            with as_user_error(f"writing {file}"), file.open("wb") as stream:
+                shutil.copyfileobj(sys.stdin.buffer, stream, 2**20)
+            replaced: dict[str, Any] = {
+                name: [str(file) if path in _STANDARD_INPUT else path for path in of_split]
+                for name, of_split in sources.items()
+            }
+            others: dict[str, Any] = {"documents": documents, "tokenizer": tokenizer, "data_dir": data_dir, **settings}
+            return prepare(out=out, **replaced, **others, num_workers=num_workers, progress=progress)
     dataset = _dataset(paths)
     codec = find_codec(tokenizer) if isinstance(tokenizer, str) else None
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, tokenizer_settings)
@@ -134,7 +164,7 @@ def prepare(
     text = find_text(
         paths,
         documents=documents,
-        splits={"train": _paths(train), "valid": _paths(valid), "test": _paths(test)},
+        splits=cast("dict[SplitName, list[str]]", {split: sources[split] for split in SPLITS}),
         config=text_config,
         codec=codec,
         kind=given_tokenizer.kind if isinstance(given_tokenizer, Tokenizer | TokenizerConfig) else given_tokenizer,
@@ -144,25 +174,74 @@ def prepare(
     if folder is None:
         folder = _PARENT_FOLDER / text.name
         check_is_new(folder)
-    if isinstance(given_tokenizer, Tokenizer):
-        encoder = given_tokenizer
-    else:
-        encoder = _train_tokenizer(
-            text, _tokenizer_config(given_tokenizer, text.tokenizer, tokenizer_settings), num_workers, progress
-        )
-    corpus = write_corpus(
-        folder,
-        _with_progress(text.splits, "write", progress),
-        name=text.name if documents is None else folder.name,
-        source=text.description,
-        tokenizer=encoder,
-        document_unit=text_config.document_unit or text.document_unit,
-        num_workers=num_workers,
-    )
+    document_unit = text_config.document_unit or text.document_unit
+    tokenizer_config = None
+    if not isinstance(given_tokenizer, Tokenizer):
+        tokenizer_config = _tokenizer_config(given_tokenizer, text.tokenizer, tokenizer_settings)
+    what = tokenizer_config.model_dump() if tokenizer_config else fingerprint(cast(Tokenizer, given_tokenizer))
+    key = None if documents is not None else _key(text, text_config, what, document_unit)
     notes = [*text.notes]
+    with atomic_folder(folder, goes_on=None if key is None else partial(is_unfinished, key=key)) as temporary:
+        unfinished = Unfinished(temporary, key)
+        if unfinished.found:
+            notes.append("went on with what an earlier process had begun")
+        rows, description = None, text.description
+        if isinstance(text, RowSource):
+            measures = unfinished.values.get("measures", {})
+            if not measures.get("whole"):
+
+                def save(values: Callable[[], dict[str, Any]]) -> None:
+                    unfinished.save(lambda: {"measures": values()})
+
+                measures = text.rows.measure(measures, workers=num_workers, progress=progress, save=save)
+                unfinished.values["measures"] = measures
+            rows, how = text.rows.measured(measures)
+            description = f"{description}; {how}" if how else description
+            if left_out := measures["left_out"]:
+                notes.append(f"left out files of archives: {first_few(left_out)}")
+            text = replace(text, rows=rows)
+        if tokenizer_config is None:
+            encoder = cast(Tokenizer, given_tokenizer)
+        elif "tokenizer" in unfinished.values:
+            encoder = load_tokenizer(temporary / "txl_tokenizer.json")
+        else:
+            unfinished.save(dict)  # the measures
+            encoder = _train_tokenizer(text, tokenizer_config, num_workers, progress)
+            unfinished.values["tokenizer"] = fingerprint(encoder)
+        fill_corpus(
+            unfinished,
+            rows or _with_progress(text.splits, "write", progress),
+            name=text.name if documents is None else folder.name,
+            source=description,
+            tokenizer=encoder,
+            document_unit=document_unit,
+            num_workers=num_workers,
+            progress=progress,
+        )
+    corpus = Corpus.open(folder)
     if given_tokenizer is None and not tokenizer_settings and text_config.document_unit is None:
         notes += _note_unexpected_lengths(corpus, text)
     return replace(corpus, notes=tuple(notes))
+
+
+def _key(text: TextSource, config: TextConfig, tokenizer: object, document_unit: str) -> str:
+    """Return what identifies a corpus: another one for other settings, or files that were changed."""
+    if isinstance(text, RowSource):
+        parts = [(str(file.path), file.kind, file.split, file.path) for file in text.rows.files]
+    else:
+        documents = [(split, document) for split, of_split in text.splits.items() for document in of_split]
+        parts = [(one.name, one.num_bytes, split, getattr(one.chunks, "path", None)) for split, one in documents]
+    files = list[object]()
+    for *what, path in parts:
+        status = path.stat() if path is not None and path.exists() else None
+        files.append([*what, status and [status.st_size, status.st_mtime_ns]])
+    settings = {
+        "config": config.model_dump(mode="json"),
+        "tokenizer": tokenizer,
+        "unit": document_unit,
+        "chunk": CHUNK_BYTES,
+    }
+    return json_digest({**settings, "name": text.name, "source": text.description, "files": files})
 
 
 def find_text(
@@ -205,32 +284,36 @@ def find_text(
         return python_stdlib()
     if dataset:
         return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
+    if documents is not None:
+        return _in_memory(documents, config, kind)
     selection = FileSelection(config, codec)
-    name, description, notes = "documents", "documents in memory", tuple[str, ...]()
-    if split_paths:
+    saved, notes = saved_splits(paths)
+    if split_paths := split_paths or saved:
         found = {
             split: texts_of_paths(files, f"{split}: ", selection, progress) for split, files in split_paths.items()
         }
-        texts = {split: texts for split, (texts, _) in found.items()}
+        name = name_of_paths(paths or split_paths["train"])
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
-        notes = (*(note for _, notes in found.values() for note in notes), *note_repeated_files(texts))
-        name = name_of_paths(split_paths["train"])
-    elif isinstance(documents, Mapping):
-        in_memory = cast("Mapping[SplitName, Texts]", documents)
-        if not {"train"} <= set(in_memory) <= set(SPLITS):
-            raise UserError(f"documents has {', '.join(in_memory)}; give train, and valid and test if you have them")
-        texts = {split: _in_memory(split_texts, f"{split} document") for split, split_texts in in_memory.items()}
     else:
-        if documents is not None:
-            whole, root = _in_memory(documents, "document"), Path()
-        else:
-            (whole, notes), root = texts_of_paths(paths, "", selection, progress), common_folder(paths)
-            name, description = name_of_paths(paths), describe_paths(paths)
-        texts, how = split_text(whole, config, root=root, kind=kind)
-        description, notes = f"{description}; {how}", (*notes, *note_repeated_files({"the text": whole}))
-    if selection.unused and documents is None:
-        notes = (*notes, f"no file of the folders and patterns matches {', '.join(selection.unused)}")
-    return source_of_splits(texts, name=name, description=description, kind=kind, notes=notes)
+        found = {None: texts_of_paths(paths, "", selection, progress)}
+        name, description = name_of_paths(paths), describe_paths(paths)
+    files = {split: texts for split, (texts, _) in found.items()}
+    notes = (*notes, *(note for _, of_split in found.values() for note in of_split))
+    repeated = note_repeated_files({split or "the text": texts for split, texts in files.items()})
+    if selection.like_tables:
+        notes = (*notes, f"read as text, but like CSV: {first_few(selection.like_tables)}; input_format=csv reads rows")
+    if selection.unused:
+        repeated = (*repeated, f"no file of the folders and patterns matches {', '.join(selection.unused)}")
+    if any(isinstance(file, RowFile) for texts in files.values() for file in texts):
+        return source_of_rows(files, config, name=name, description=description, kind=kind, notes=(*notes, *repeated))
+    if config.text_column is not None:
+        raise UserError(f"text_column={config.text_column}: none of the files has rows; leave it out")
+    texts = cast("dict[SplitName | None, list[TextRange]]", files)
+    if None in texts:
+        texts, how = split_text(texts[None], config, root=common_folder(paths), kind=kind)
+        description = f"{description}; {how}"
+    splits_of_text = cast("dict[SplitName, list[TextRange]]", texts)
+    return source_of_splits(splits_of_text, name=name, description=description, kind=kind, notes=(*notes, *repeated))
 
 
 def _refuse_unused(
@@ -247,9 +330,9 @@ def _refuse_unused(
     if dataset or split_paths or isinstance(documents, Mapping):
         unused |= {"valid_fraction", "test_fraction", "split_method", "seed"}  # the splits are fixed
     if dataset or documents is not None:
-        unused |= {"include", "exclude", "encoding"}
-    if codec is not None:
-        unused |= {"encoding"}
+        unused |= {"include", "exclude", "encoding", "input_format"}
+    if dataset or codec:
+        unused |= {"encoding", "input_format", "text_column"}
     given = [f"{name}={getattr(config, name)!r}" for name in sorted(unused & config.model_fields_set)]
     if data_dir and dataset not in DOWNLOADABLE:
         given.append(f"data_dir={data_dir}")
@@ -272,7 +355,32 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
-def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
+def _in_memory(documents: Texts | Mapping[SplitName, Texts], config: TextConfig, kind: str | None) -> TextSource:
+    """Return texts, or rows, in memory."""
+    given: dict[Any, Any] = {None: documents}
+    if isinstance(documents, Mapping):
+        given = {split_named(str(name)) or name: texts for name, texts in documents.items()}
+    if None not in given and not {"train"} <= set(given) <= set(SPLITS):
+        raise UserError(f"documents has {', '.join(map(str, given))}; give train, and valid and test if you have them")
+    given = {split: list(texts) if isinstance(texts, Iterator) else texts for split, texts in given.items()}
+    rows = {split: rows_in_memory(texts, config) for split, texts in given.items()}
+    names: dict[str, Any] = {"name": "documents", "description": "documents in memory", "kind": kind}
+    if any(rows.values()):
+        texts_config = config.model_copy(update={"text_column": None})
+        files = {
+            split: [of_split or RowFile(Path("the texts"), texts_config, "text", rows=given[split])]
+            for split, of_split in rows.items()
+        }
+        return source_of_rows(files, config, **names)
+    if config.text_column is not None:
+        raise UserError(f"text_column={config.text_column}: documents has no columns; leave it out")
+    if None in given:
+        texts, how = split_text(_texts(given[None], "document"), config, root=Path(), kind=kind)
+        return source_of_splits(texts, **names | {"description": f"documents in memory; {how}"})
+    return source_of_splits({split: _texts(texts, f"{split} document") for split, texts in given.items()}, **names)
+
+
+def _texts(texts: Any, name: str) -> list[BytesRange]:
     """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
     check_type(texts, Iterable, "documents", "give texts, or a mapping from splits to texts")
@@ -321,8 +429,11 @@ def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int
     from transformer_xl.text.tokenizers.training import train_tokenizer
 
     splits = text.tokenizer_splits if config.kind == text.tokenizer.kind else ("train",)
-    documents = [document for split in splits for document in text.splits.get(split, ())]
-    documents = _with_progress({"train": documents}, "train tokenizer", progress)["train"]
+    if isinstance(text, RowSource):
+        documents = text.rows.documents(splits)
+    else:
+        of_splits = [document for split in splits for document in text.splits.get(split, ())]
+        documents = _with_progress({"train": of_splits}, "train tokenizer", progress)["train"]
     return train_tokenizer(config, documents, num_workers=num_workers, progress=progress)
 
 

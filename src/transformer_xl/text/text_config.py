@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from transformer_xl.config import INT32_MAX, Settings
 
+InputFormat = Literal["text", "csv", "tsv", "jsonl", "json", "parquet", "arrow"]
+"""What a file holds: a text, or a table with a text in each row."""
+
 BINARY = "binary"
 """The encoding of files whose bytes are used as they are."""
 
@@ -32,8 +35,13 @@ class TextConfig(Settings):
     encoding: str = "utf-8"
     """Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other files of a
     folder are left out."""
+    input_format: InputFormat | None = None
+    """What all files hold; text reads them as they are. If not set, what the content (or suffix) of each one says."""
+    text_column: str | None = None
+    """Column of the text in files with a document in each row; if not set, text, else the only one that has texts."""
     document_unit: Literal["file", "line"] | None = None
-    """Whether each file or each line is a document; if not set, that of the data set, else file."""
+    """Whether each file (of a table, each row) or each line is a document; if not set, that of the data set, else
+    file."""
 
     @field_validator("include", "exclude", mode="before")
     @classmethod

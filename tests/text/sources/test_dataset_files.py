@@ -110,7 +110,7 @@ ADVICE = f"get it again, or use its texts as your own: {COMMAND}"
 ERRORS: dict[str, tuple[dict[str, bytes], str]] = {
     "no text": (
         {"other": b"-"},
-        r"data_dir=.*mine: no x-v1.zip or x.train, x.valid, x.test there for x \(nor with .gz, .bz2 or .xz\); .*leave "
+        r"data_dir=.*mine: no x-v1.zip or x.train, x.valid, x.test there for x \(nor compressed\); .*leave "
         "data_dir out to download",
     ),
     "two missing": ({"x.train": TEXTS[TRAIN.path]}, r"data_dir=.*mine: no x.valid, x.test there for x"),

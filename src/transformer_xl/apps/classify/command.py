@@ -42,15 +42,19 @@ def read_documents(
         UserError: there is no file, one is damaged or lacks a column, or a text file should have labels.
     """
     from transformer_xl.text.sources.archives import read_text_file
-    from transformer_xl.text.sources.items import ItemColumns, format_of, read_items
+    from transformer_xl.text.sources.items import ItemColumns, read_items
+    from transformer_xl.text.sources.tables import format_of
 
     documents, given = dict[str, str | bytes](), list[str]()
     for file in files:
-        input_format, content = options.input_format or format_of(str(file)), read_text_file(file)
+        content = read_text_file(file)
+        input_format = options.input_format or format_of(str(file), content)
         per = options.per or ("file" if input_format == "text" else "row")
         if (input_format == "text" or per == "file") and (labels is not None or options.text_column is not None):
             advice = (
-                "give documents as CSV or JSON lines, or --input-format" if options.per is None else "leave --per out"
+                "give a table, such as CSV or JSON lines, or --input-format"
+                if options.per is None
+                else "leave --per out"
             )
             raise UserError(f"{file}: a text has no columns; {advice}")
         if per == "file":
@@ -87,7 +91,7 @@ def embed(
     run
         Folder of a run.
     files
-        Texts, CSV or JSON lines, decompressed if they end in .gz, .bz2 or .xz.
+        Texts or tables (CSV, TSV, JSON, JSON lines, Parquet, Arrow), which may be compressed.
     out
         New file: .npy, an array of float32 with a row for each document in their order, or .parquet, with their names.
     pooling
@@ -154,9 +158,9 @@ def classify(
     classifier
         Folder of a classifier, made by 'txl finetune --task classification'.
     files
-        Texts, CSV or JSON lines, decompressed if they end in .gz, .bz2 or .xz.
+        Texts or tables (CSV, TSV, JSON, JSON lines, Parquet, Arrow), which may be compressed.
     labels
-        Column of the true labels in CSV and JSON lines.
+        Column of the true labels in a table.
     documents
         What is a document.
     settings
@@ -210,7 +214,7 @@ def finetune_classifier(
 
     Args:
         base: folder of the run to begin with.
-        files: CSV or JSON lines with documents and labels.
+        files: tables with documents and labels.
         options: options of classification alone.
         documents: what is a document.
         arguments: further arguments of the library's function, and `json`.
@@ -218,7 +222,7 @@ def finetune_classifier(
     from transformer_xl.apps.classify import training
 
     if options.labels is None:
-        raise UserError("a classifier needs --labels COLUMN, the column of the labels in CSV or JSON lines")
+        raise UserError("a classifier needs --labels COLUMN, the column of the labels in a table")
     as_json = arguments.pop("json")
     texts, labels = read_documents(files, documents, options.labels)
     run = arguments.pop("run") or Path("runs", f"{files[0].name.split('.')[0]}-{base.resolve().name}")

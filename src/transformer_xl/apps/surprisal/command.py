@@ -23,16 +23,17 @@ def read_all_items(contents: Mapping[str, bytes], options: WordOptions) -> list[
     Raises:
         UserError: a file has no items, is damaged, or lacks a column.
     """
-    from transformer_xl.text.sources.items import ItemColumns, format_of, read_items
+    from transformer_xl.text.sources.items import ItemColumns, read_items
+    from transformer_xl.text.sources.tables import format_of
 
     labels = [name.strip() for name in (options.item_columns or "item").split(",")]
     columns = ItemColumns(options.text_column or "text", tuple(labels), options.document_column)
     items: list[TextItem] = []
     for name, content in contents.items():
-        input_format = options.input_format or format_of(name)
+        input_format = options.input_format or format_of(name, content)
         named = options.text_column, options.item_columns, options.document_column
         if input_format == "text" and any(column is not None for column in named):
-            raise UserError(f"{name}: columns were named, but a text has none; give --input-format csv, tsv or jsonl")
+            raise UserError(f"{name}: columns were named, but a text has none; give --input-format of a table")
         if "file" in labels:
             raise UserError("the result has a column 'file' of its own; rename that of the items")
         for item in read_items(name, content, input_format, columns):

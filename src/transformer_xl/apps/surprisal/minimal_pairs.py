@@ -21,7 +21,8 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, che
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.integrations.lm_eval.continuations import Continuation, score_continuations
 from transformer_xl.run import Run, check_run
-from transformer_xl.text.sources.items import TextItem, decode_table, json_rows
+from transformer_xl.text.sources.items import TextItem, decode_table
+from transformer_xl.text.sources.tables import json_rows
 
 if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings
@@ -81,7 +82,7 @@ def read_minimal_pairs(name: str, content: bytes, *, context_field: str | None =
             are no pairs.
     """
     pairs = list[MinimalPair]()
-    for place, row in json_rows(name, decode_table(name, content)):
+    for place, row in json_rows(name, decode_table(name, content).split("\n")):
         wanted = ["sentence_good", "sentence_bad", *([context_field] if context_field else [])]
         for key in wanted:
             if not isinstance(row.get(key), str) or not (row[key].strip() or key == context_field):

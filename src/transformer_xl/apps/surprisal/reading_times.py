@@ -9,6 +9,7 @@ Shape suffixes: N readings.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections import Counter
@@ -21,7 +22,8 @@ import numpy.typing as npt
 from transformer_xl.apps.surprisal.reading_time_config import TableLayout
 from transformer_xl.config import UserError, check_type
 from transformer_xl.evaluation.metrics import chunks
-from transformer_xl.text.sources.items import TextItem, csv_rows, decode_table
+from transformer_xl.text.sources.items import TextItem, decode_table
+from transformer_xl.text.sources.tables import csv_rows
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import to_bytes
 
@@ -113,9 +115,8 @@ def read_reading_times(
 def _rows(name: str, content: bytes, columns: list[str], layout: TableLayout) -> Iterator[tuple[str, list[str]]]:
     """Yield where each row of a table is, and its values in the columns."""
     text = decode_table(name, content)
-    delimiter = max("\t;,", key=text.partition("\n")[0].count)
     flags = {column: flag for flag, column in vars(layout).items() if flag.endswith("_column")}
-    for place, row in csv_rows(name, text, delimiter, quotes=layout.quotes):
+    for place, row in csv_rows(name, io.StringIO(text, newline=""), quotes=layout.quotes):
         for column in columns:
             if column not in row:
                 flag = flags.get(column, "")

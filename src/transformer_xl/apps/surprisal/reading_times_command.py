@@ -57,8 +57,8 @@ def reading_times(
     layout
         Columns of the table.
     texts
-        CSV, TSV or JSON lines with a text in each row, and its name in the item column. [default: the words of the
-        table]
+        A table (CSV, JSON lines, Parquet and so on) with a text in each row, and its name in the item column.
+        [default: the words of the table of times]
     text_column
         Column of the text in the file of texts.
     sweep
@@ -85,12 +85,12 @@ def reading_times(
     from transformer_xl.apps.surprisal.reading_times import corpus_word_counts, read_reading_times, read_word_counts
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.sources.archives import read_text_file
-    from transformer_xl.text.sources.items import ItemColumns, format_of, read_items
+    from transformer_xl.text.sources.items import ItemColumns, read_items
 
     items = None
     if texts is not None:
         columns = ItemColumns(text_column, (table_layout.item_column,), labels_setting="item_column")
-        items = read_items(str(texts), read_text_file(texts), format_of(texts.name), columns)
+        items = read_items(str(texts), read_text_file(texts), None, columns)
     times = read_reading_times(str(table), read_text_file(table), table_layout, items)
     if frequencies is None:
         counts = corpus_word_counts(RunFolder.open(run).open_corpus(corpus))

@@ -1,4 +1,4 @@
-"""Reads text in chunks from files, plain or compressed (gzip, bzip2, xz), in any encoding; extracts archives."""
+"""Reads text in chunks from files, plain or compressed (gzip, bzip2, xz, zstd), in any encoding; opens archives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import bz2
 import codecs
 import gzip
 import hashlib
+import io
 import lzma
+import os
 import sys
 import tarfile
 import zipfile
@@ -14,15 +16,20 @@ import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import IO, cast
+from typing import IO, Any, Literal, cast
 
 from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
 from transformer_xl.files import as_user_error, atomic_folder
 from transformer_xl.text.text_config import BINARY
 
 CHUNK_BYTES = 2**20
-COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+_MAGIC = {"gzip": b"\x1f\x8b\x08", "bzip2": b"BZh", "xz": b"\xfd7zXZ\0", "zstd": b"\x28\xb5\x2f\xfd"}
+_BY_SUFFIX = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_BY_SUFFIX |= {".tgz": "gzip", ".tbz2": "bzip2", ".txz": "xz", ".tzst": "zstd"}
 BYTE_ORDER_MARK = "\ufeff"
 """A character at the start of a file that tells its encoding, and is no part of its text."""
 _MARKS = {
@@ -32,7 +39,6 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 # A RuntimeError is raised for an encrypted member of a zip archive, and for an unsupported compression.
 _DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError)
@@ -47,9 +53,31 @@ def no_progress(stage: str, done: int, total: int) -> None:
     """Ignore progress."""
 
 
-def is_archive(path: Path) -> bool:
-    """Return whether the file name has the suffix of a zip or tar archive."""
-    return path.name.lower().endswith((".zip", *_TAR_SUFFIXES))
+def archive_of(head: bytes, name: str) -> Literal["zip", "tar"] | None:
+    """Return which archive begins with these decompressed bytes, or has the suffix of one; or None."""
+    if head.startswith((b"PK\3\4", b"PK\5\6")) or name.lower().endswith(".zip"):
+        return "zip"
+    has_suffix = without_compression(name).lower().endswith(".tar")
+    return "tar" if head[257:262] == b"ustar" or has_suffix else None
+
+
+def without_compression(name: str) -> str:
+    """Return the name of a file without the suffix of compression; .tgz and the like become .tar."""
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() not in _BY_SUFFIX:
+        return name
+    return stem if suffix.lower() in COMPRESSED_SUFFIXES else f"{stem}.tar"
+
+
+def compression_of(head: bytes, name: str) -> str | None:
+    """Return how the file is compressed that begins with these bytes, or None.
+
+    A file with a suffix of compression counts as compressed, whatever it begins with: it is damaged.
+    """
+    for kind, magic in _MAGIC.items():
+        if head.startswith(magic) and (kind != "bzip2" or head[4:10] in (b"1AY&SY", b"\x17rE8P\x90")):
+            return kind
+    return _BY_SUFFIX.get(os.path.splitext(name)[1].lower())
 
 
 @dataclass(frozen=True)
@@ -100,7 +128,7 @@ def raw_chunks(path: Path) -> Iterator[bytes]:
 class FileRange:
     """The bytes from `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
 
-    The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`. Positions count decompressed
+    The text is the file, decompressed if it is compressed. Positions count decompressed
     bytes, and with an encoding those of the text as UTF-8.
     """
 
@@ -119,7 +147,8 @@ class FileRange:
     @property
     def is_compressed(self) -> bool:
         """Whether the file has to be decompressed."""
-        return self.path.suffix.lower() in COMPRESSED_SUFFIXES
+        with as_user_error(f"reading {self.path}"), self.path.open("rb") as file:
+            return compression_of(file.read(16), self.path.name) is not None
 
     @property
     def is_seekable(self) -> bool:
@@ -133,7 +162,7 @@ class FileRange:
             UserError: the file cannot be read, is damaged, was truncated meanwhile, or has another encoding.
         """
         num_left = sys.maxsize if self.stop is None else self.stop - self.start
-        with _open_text(self.path) as file:
+        with open_decompressed(self.path) as file:
             if self.encoding == BINARY:
                 file.seek(self.start)
                 while num_left and (chunk := file.read(min(num_left, CHUNK_BYTES))):
@@ -141,7 +170,7 @@ class FileRange:
                     yield chunk
             else:
                 position = 0
-                for chunk in _utf8_chunks(file, self.encoding, str(self.path)):
+                for chunk in utf8_chunks(file, self.encoding, str(self.path)):
                     wanted = chunk[max(self.start - position, 0) :][:num_left]
                     position += len(chunk)
                     if wanted:
@@ -167,41 +196,63 @@ class FileRange:
 
 
 def read_text_file(path: Path) -> bytes:
-    """Return the content of a text file without byte order mark, decompressed if it has a suffix of compression.
+    """Return the content of a file without byte order mark, decompressed if it is compressed.
 
     Raises:
         UserError: the file cannot be read, or is damaged.
     """
-    with _open_text(path) as file:
+    with open_decompressed(path) as file:
         return file.read().removeprefix(codecs.BOM_UTF8)
 
 
 @contextmanager
-def _open_text(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed according to its suffix.
+def open_decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if it is compressed.
 
     Raises:
         UserError: it cannot be read, or is damaged.
     """
     with (
         as_user_error(f"reading {path}"),
-        _damage_as_user_error(path),
+        damage_as_user_error(path),
         path.open("rb", buffering=0) as file,
-        _decompressed(file, path) as text,
+        decompressed(file, path.name) as text,
     ):
         yield text
 
 
-def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
-    """Return the contents of an open file, decompressed according to the suffix of `path`."""
-    match path.suffix.lower():
-        case ".gz" | ".tgz":
+def decompressed(file: IO[bytes], name: str) -> IO[bytes]:
+    """Return the contents of an open file that can seek or peek, decompressed if it is compressed.
+
+    Raises:
+        UserError: the library that decompresses it is missing.
+    """
+    if isinstance(file, io.BufferedReader):
+        head = file.peek(16)[:16]
+    else:
+        head = file.read(16)
+        file.seek(0)
+    match compression_of(head, name):
+        case "gzip":
             return cast(IO[bytes], gzip.open(file))
-        case ".bz2" | ".tbz2":
+        case "bzip2":
             return bz2.open(file)
-        case ".xz" | ".txz":
+        case "xz":
             return lzma.open(file)
+        case "zstd":
+            return cast(IO[bytes], _zstd().open(file))
     return file
+
+
+def _zstd() -> Any:
+    """Return Python's module for zstd, or for a Python before 3.14 its backport: others end at a cut without error."""
+    try:
+        return import_module("compression.zstd")
+    except ImportError:
+        try:
+            return import_module("backports.zstd")
+        except ImportError:
+            raise missing_extra("backports.zstd", "zstd") from None
 
 
 class NotTextError(UserError):
@@ -223,7 +274,7 @@ def _not_text(name: str, encoding: str, reason: str) -> NotTextError:
     return NotTextError(f"{name}: not text in {encoding}: {reason}; leave it out, or give {advice}", reason)
 
 
-def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
+def utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
     """Decode a file and yield it as UTF-8, without byte order mark.
 
     Raises:
@@ -278,12 +329,16 @@ def check_text(text: FileRange, progress: Callable[[int], None]) -> FileRange:
 
 
 @contextmanager
-def _damage_as_user_error(path: Path) -> Iterator[None]:
+def damage_as_user_error(path: Path) -> Iterator[None]:
     """Convert errors of decompressing a file to a one-line user error."""
     try:
         yield
-    except (*_DECOMPRESSION_ERRORS, MemoryError, OSError) as error:  # an xz file can ask for a dictionary of gigabytes
-        if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
+    except UserError:
+        raise
+    except Exception as error:
+        # gzip and bz2 raise OSError for wrong contents; an xz file can ask for a dictionary of gigabytes
+        is_damage = isinstance(error, (*_DECOMPRESSION_ERRORS, MemoryError)) or type(error).__name__ == "ZstdError"
+        if not is_damage and not (isinstance(error, OSError) and error.errno is None):
             raise
         problem = str(error) or "it needs too much memory"
         raise UserError(f"{path}: not readable, perhaps damaged or truncated ({problem}); get it again") from None
@@ -308,10 +363,10 @@ def extract(path: Path, members: Collection[str], folder: Path, progress: Progre
         as_user_error(f"reading {path}"),
         path.open("rb") as file,
         atomic_folder(folder) as temporary,
-        _damage_as_user_error(path),
+        damage_as_user_error(path),
     ):
         total = path.stat().st_size
-        for member, content in _files_named(names, file, path):
+        for member, content in open_members(file, path, lambda member: PurePosixPath(member).name in names):
             target = temporary / PurePosixPath(member).name
             # A file at a requested path replaces one that only has the same base name.
             if member.removeprefix("./") in members or not target.exists():
@@ -321,18 +376,21 @@ def extract(path: Path, members: Collection[str], folder: Path, progress: Progre
                         progress(f"extract {path.name}", file.tell(), total)
 
 
-def _files_named(names: Collection[str], file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield path and content of the files in an open archive that have one of the base names."""
-    if path.suffix.lower() == ".zip":
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.namelist():
-                if PurePosixPath(member).name in names:
-                    yield member, archive.open(member)
-        return
-    # Decompress here, since tarfile stops before the gzip checksum at the end of the stream.
-    with _decompressed(file, path) as decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
-        for entry in archive:
-            if entry.isreg() and PurePosixPath(entry.name).name in names:
-                yield entry.name, cast(IO[bytes], archive.extractfile(entry))
-        while decompressed.read(CHUNK_BYTES):
-            pass
+def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> Generator[tuple[str, IO[bytes]]]:
+    """Yield path and content of the files in an open archive whose path is wanted, each to be read before the next."""
+    with decompressed(file, path.name) as content:
+        head = content.read(512)
+        content.seek(0)
+        if archive_of(head, path.name) == "zip":
+            with zipfile.ZipFile(content) as archive:
+                for member in archive.infolist():
+                    if not member.is_dir() and wanted(member.filename):
+                        yield member.filename, archive.open(member)
+            return
+        # Decompressed here, since tarfile stops before the gzip checksum at the end of the stream.
+        with tarfile.open(fileobj=content, mode="r|") as archive:
+            for entry in archive:
+                if entry.isreg() and wanted(entry.name):
+                    yield entry.name, cast(IO[bytes], archive.extractfile(entry))
+            while content.read(CHUNK_BYTES):
+                pass

@@ -153,7 +153,7 @@ def _search(
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         archive_or = f"{archive.name} or " if len(missing) == len(texts) else ""
         raise UserError(
-            f"data_dir={data_dir}: no {archive_or}{names} there for {dataset} (nor with .gz, .bz2 or .xz); name the "
+            f"data_dir={data_dir}: no {archive_or}{names} there for {dataset} (nor compressed); name the "
             "folder that contains them, or leave data_dir out to download"
         )
     return found

@@ -154,6 +154,24 @@ def _draw(
     return drawn
 
 
+def draw_buckets(sizes: Mapping[int, int], fractions: Mapping[SplitName, float]) -> dict[SplitName, list[int]]:
+    """Draw buckets of rows for valid and test, in the order of their numbers, which are hashes.
+
+    Args:
+        sizes: bytes of text of each bucket that is not empty.
+        fractions: fractions for valid and test.
+
+    Returns:
+        The buckets of each split, which may be empty.
+    """
+    parts = [_Part(bucket, 0, size) for bucket, size in sizes.items()]
+    total = sum(sizes.values())
+    drawn = _draw(parts, list(sizes), {split: total * fraction for split, fraction in fractions.items() if fraction})
+    buckets = {split: [part.text for part in of_split] for split, of_split in drawn.items()}
+    taken = {bucket for of_split in buckets.values() for bucket in of_split}
+    return {"train": [bucket for bucket in sizes if bucket not in taken], "valid": [], "test": [], **buckets}
+
+
 def _is_fair(drawn: Sequence[_Part], target: float) -> bool:
     """Return whether there are enough files, and whether their size is near the target."""
     return len(drawn) >= _MIN_FILES and abs(sum(part.size for part in drawn) - target) <= _MAX_DEVIATION * target

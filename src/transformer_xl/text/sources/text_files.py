@@ -10,9 +10,10 @@ import codecs
 import glob
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import override
 
@@ -20,20 +21,24 @@ from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import (
-    COMPRESSED_SUFFIXES,
     FileRange,
     NotTextError,
     Progress,
+    archive_of,
     check_text,
-    is_archive,
     no_progress,
+    open_decompressed,
+    without_compression,
 )
 from transformer_xl.text.sources.arrays import ArrayRange
 from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES, FileCodec, FileCodecError
 from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
+from transformer_xl.text.sources.rows import DocumentRows, RowFile, RowSource
 from transformer_xl.text.sources.splitting import TextRange, split_at_end, split_at_random
+from transformer_xl.text.sources.tables import HEAD_BYTES, check_zip, format_of, looks_like_table
 from transformer_xl.text.text_config import BINARY, TextConfig
+from transformer_xl.text.tokenizers.storage import read_json_object
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
 
@@ -42,6 +47,11 @@ class BytesRange(FileRange):
     """The bytes from `start` to `stop` of a text in memory; `path` is only a name for messages."""
 
     content: bytes = b""
+
+    @property
+    @override
+    def is_compressed(self) -> bool:
+        return False
 
     @override
     def __iter__(self) -> Generator[bytes]:
@@ -81,6 +91,52 @@ def source_of_splits(
         # The vocabulary of an integer tokenizer must contain the integers of all splits.
         tokenizer_splits=SPLITS if is_integer else ("train",),
         notes=notes,
+    )
+
+
+def source_of_rows(
+    splits: Mapping[SplitName | None, Sequence[TextRange | RowFile]],
+    config: TextConfig,
+    *,
+    name: str,
+    description: str,
+    kind: str | None,
+    notes: tuple[str, ...] = (),
+) -> RowSource:
+    """Return a text source with the rows of these files, and with the texts beside them, each a row.
+
+    Args:
+        splits: the files and texts of each split, or of None if all are to be split.
+        config: which column has the text, and how rows are split.
+        name: as in `source_of_splits`, like all others.
+        description: where the text comes from.
+        kind: the kind of tokenizer, or None.
+        notes: warnings for the user.
+
+    Raises:
+        UserError: there is an array among them.
+    """
+    files: list[RowFile] = []
+    for split, of_split in splits.items():
+        for file in of_split:
+            if isinstance(file, ArrayRange):
+                raise UserError(f"{file.path}: arrays and files of rows cannot be joined; leave one kind out")
+            row_file = file if isinstance(file, RowFile) else RowFile(file.path, config, "text")
+            files.append(replace(row_file, split=split))
+    tables = [file for file in files if file.kind != "text"]
+    if tables:
+        what = ", ".join(dict.fromkeys(file.kind or "archive" for file in tables))
+        could_be_text = {"csv", "tsv", "json", "jsonl"} & {file.kind for file in tables}
+        advice = "; input_format=text reads files as they are" if could_be_text else ""
+        notes = (*notes, f"rows are documents: {first_few([str(file.path) for file in tables])} ({what}){advice}")
+    is_integer = kind == "integer"
+    return RowSource(
+        name,
+        description,
+        tokenizer=TokenizerConfig(kind="integer" if is_integer else "byte"),
+        tokenizer_splits=SPLITS if is_integer else ("train",),
+        notes=notes,
+        rows=DocumentRows(tuple(files), config),
     )
 
 
@@ -141,6 +197,8 @@ class FileSelection:
     """Reads all files, or None if they are text."""
     used: set[str] = field(default_factory=set, compare=False)
     """Patterns that a file matched so far."""
+    like_tables: list[str] = field(default_factory=list, compare=False)
+    """Texts that look like tables."""
 
     def selects(self, file: Path, folder: Path) -> bool:
         """Return whether a file of a folder is read, and remember which patterns it matches."""
@@ -157,7 +215,7 @@ class FileSelection:
 
 def texts_of_paths(
     paths: Sequence[str], option: str, selection: FileSelection, progress: Progress = no_progress
-) -> tuple[list[TextRange], tuple[str, ...]]:
+) -> tuple[list[TextRange | RowFile], tuple[str, ...]]:
     """Return the files that match the paths, folders and glob patterns, in order, after reading them to check them.
 
     Args:
@@ -170,8 +228,8 @@ def texts_of_paths(
         The texts, and a note if files of folders or patterns were left out because they are not text.
 
     Raises:
-        UserError: a file is missing, unreadable, empty or not a regular file; a file that was named itself is an
-            archive or not text; or nothing is left.
+        UserError: a file is missing, unreadable, empty or not a regular file; a file that was named itself is neither
+            text nor has rows with text; or nothing is left.
     """
     found = [_files(path, option, selection) for path in paths]
     with as_user_error(f"{option}reading the files"):
@@ -183,7 +241,7 @@ def texts_of_paths(
         done += num_bytes
         progress("check", done, max(total, done))
 
-    texts: list[TextRange] = []
+    texts: list[TextRange | RowFile] = []
     skipped: list[str] = []
     for path, files in zip(paths, found, strict=True):
         num_before = len(texts)
@@ -208,33 +266,56 @@ def texts_of_paths(
 def _not_read(skipped: Sequence[str], selection: FileSelection) -> str:
     """Return what these files are not, and what to do if they are."""
     if selection.codec is not None:
-        return f"is {selection.codec.kind}: {_first_few(skipped)}"
-    advice = f"give their encoding if they are text in another one, {BINARY} to take any bytes"
-    return f"is text: {_first_few(skipped)}; {advice}"
+        return f"is {selection.codec.kind}: {first_few(skipped)}"
+    advice = "; name the column of the text with text_column" if any("no column" in name for name in skipped) else ""
+    if any("byte" in name or "codec" in name or "BOM" in name for name in skipped):
+        advice += f"; give their encoding if they are text in another one, {BINARY} to take any bytes"
+    return f"is text: {first_few(skipped)}{advice}"
 
 
-def _first_few(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """Return the first three names as a list."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
 
 
-def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int], None]) -> TextRange:
-    """Return a whole file, with its end.
+def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int], None]) -> TextRange | RowFile:
+    """Return a whole file: a text with its end, or rows.
 
     Raises:
-        NotTextError: it is an archive, or not text in this encoding; or not a file of the codec.
+        NotTextError: it is no text in this encoding and has no rows with texts; or it is not a file of the codec.
     """
     if selection.codec is not None:
         text = BytesRange(path, content=" ".join(map(str, codec_ids(selection.codec, path))).encode() + b"\n")
         progress(path.stat().st_size)
         return text
-    encoding = selection.config.encoding
+    config = selection.config
+    encoding = config.encoding
     if path.suffix.lower() in MIDI_SUFFIXES and encoding != BINARY:
         raise NotTextError(f"{path} is a MIDI file; give tokenizer=midi, or leave it out", "a MIDI file")
-    if is_archive(path):
-        raise NotTextError(f"{path} is an archive; extract it first, or leave it out", "an archive")
     if path.suffix.lower() == ".npy":
         return ArrayRange.whole(path)
+    with open_decompressed(path) as file:
+        head = file.read(HEAD_BYTES)
+    try:
+        kind = config.input_format or format_of(str(path), head)
+        if archive_of(head, path.name):
+            raise NotTextError(str(path), "an archive")
+    except NotTextError as error:
+        if error.reason == "an archive":
+            check_zip(path)
+            progress(path.stat().st_size)
+            return RowFile(path, config)
+        if encoding != BINARY:
+            raise
+        kind = "text"
+    if kind != "text":
+        rows = RowFile(path, config, kind)
+        with closing(rows.batches()) as batches:
+            next(batches, None)  # has a column with texts
+        progress(path.stat().st_size)
+        return rows
+    if config.input_format is None and looks_like_table(head):
+        selection.like_tables.append(str(path))
     if encoding != BINARY:
         # another spelling, such as UTF8, must not make another split
         encoding = "utf-8" if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig") else encoding
@@ -261,7 +342,7 @@ def _files(source: str, option: str, selection: FileSelection) -> list[Path]:
         if path.is_file():
             files = [path] if path.stat().st_size else []
         else:
-            files = list_files(path) if path.is_dir() and source else glob_files(source)
+            files = _without_metadata(list_files(path) if path.is_dir() and source else glob_files(source))
     if not files:
         meant = "" if path.suffix else nearest(source, DATASET_NAMES)  # nothere.txt is no misspelt text8
         known = "" if option else f" Known data sets: {', '.join(DATASET_NAMES)}{meant}."
@@ -279,6 +360,41 @@ def _files(source: str, option: str, selection: FileSelection) -> list[Path]:
     return selected
 
 
+def _without_metadata(files: Sequence[Path]) -> list[Path]:
+    """Return the files without those beside the tables of a folder that the library `datasets` has saved."""
+    states = {file.parent: file for file in files if file.name == "state.json"}
+    listed: dict[Path, set[str]] = {}
+    for folder, file in states.items():
+        with suppress(UserError, KeyError, TypeError):
+            listed[folder] = {entry["filename"] for entry in read_json_object(file)["_data_files"]}
+    return [
+        file
+        for file in files
+        if file.name != "dataset_dict.json" and (file.parent not in listed or file.name in listed[file.parent])
+    ]
+
+
+def saved_splits(paths: Sequence[str]) -> tuple[dict[SplitName, list[str]], tuple[str, ...]]:
+    """Return the folders of the splits in a folder that `DatasetDict.save_to_disk` has made, and a note on the others.
+
+    Both are empty if the paths are anything else.
+    """
+    if len(paths) != 1:
+        return {}, ()
+    with as_user_error(f"reading {paths[0]}"):
+        if not (file := Path(paths[0], "dataset_dict.json")).is_file():
+            return {}, ()
+    names = [str(name) for name in read_json_object(file).get("splits", [])]
+    splits = {split: [str(Path(paths[0], name))] for name in names if (split := split_named(name))}
+    others = [name for name in names if not split_named(name)]
+    return splits, (f"left out the splits {', '.join(others)} of {paths[0]}",) if others else ()
+
+
+def split_named(name: str) -> SplitName | None:
+    """Return the split that others call validation or dev, or that has this name; or None."""
+    return cast("SplitName", name) if name in SPLITS else "valid" if name in ("validation", "dev") else None
+
+
 def _folder_of(source: str) -> Path:
     """Return the folder to which the files of a path, folder or glob pattern are relative."""
     path = Path(source)
@@ -292,7 +408,7 @@ def common_folder(paths: Sequence[str]) -> Path:
     return Path(os.path.commonpath([os.path.abspath(_folder_of(path)) for path in paths]))
 
 
-def note_repeated_files(texts: Mapping[Any, Sequence[TextRange]]) -> tuple[str, ...]:
+def note_repeated_files(texts: Mapping[Any, Sequence[TextRange | RowFile]]) -> tuple[str, ...]:
     """Return a warning if a file occurs more than once, under any path; the message contains the keys."""
     occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():
@@ -313,9 +429,9 @@ def name_of_paths(paths: Sequence[str]) -> str:
         path = next(parent for parent in path.parents if not glob.has_magic(parent.name))
     if path.is_dir():
         return path.name or "text"
-    return Path(path.stem).stem if path.suffix.lower() in COMPRESSED_SUFFIXES else path.stem
+    return Path(without_compression(path.name)).stem
 
 
 def describe_paths(paths: Sequence[str]) -> str:
     """Return the first few paths, absolute, as a comma-separated list."""
-    return _first_few([os.path.abspath(path) for path in paths])
+    return first_few([os.path.abspath(path) for path in paths])

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from transformer_xl.config import UserError
-from transformer_xl.text.documents import Document, TextChunk, text_chunks
+from transformer_xl.text.documents import Document, TextChunk, batched, text_chunks
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.sources.archives import Progress, no_progress, read_text_file
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
@@ -82,12 +82,17 @@ def _map_chunks(
         untrained: a tokenizer of the same kind and settings, whatever its vocabulary, which finds where to split.
         num_workers: number of worker processes.
     """
-    return ordered_map(partial(_call, function), text_chunks(untrained, documents), workers=num_workers)
+    batches = batched(text_chunks(untrained, documents), lambda chunk: len(chunk.text))
+    for results in ordered_map(partial(_call, function), batches, workers=num_workers):
+        yield from results
 
 
-def _call(function: Callable[[bytes], Result], chunk: TextChunk) -> Result:
-    with document_errors(chunk.document_name, chunk.position):
-        return function(chunk.text)
+def _call(function: Callable[[bytes], Result], chunks: list[TextChunk]) -> list[Result]:
+    results: list[Result] = []
+    for chunk in chunks:
+        with document_errors(chunk.document_name, chunk.position):
+            results.append(function(chunk.text))
+    return results
 
 
 def _pre_tokenizer(config: TokenizerConfig) -> PreTokenizer:

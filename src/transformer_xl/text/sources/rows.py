@@ -1,0 +1,413 @@
+"""Documents that are rows: of tables, of archives (whose texts are documents too), and of tables in memory.
+
+A file of rows is read one batch after another, by any number of processes. Valid and test are drawn by the hash of each
+row's text: rows with the same text are never in two splits, and what is drawn depends neither on the format of the file
+nor on its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, count, islice
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from transformer_xl.config import UserError
+from transformer_xl.files import as_user_error
+from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
+from transformer_xl.text.parallel import ordered_map
+from transformer_xl.text.sources.archives import (
+    CHUNK_BYTES,
+    NotTextError,
+    Progress,
+    damage_as_user_error,
+    decompressed,
+    no_progress,
+    open_members,
+    utf8_chunks,
+)
+from transformer_xl.text.sources.splitting import draw_buckets
+from transformer_xl.text.sources.tables import HEAD_BYTES, format_of, json_rows, line_blocks, read_rows
+from transformer_xl.text.text_config import BINARY, InputFormat, TextConfig
+
+NUM_BUCKETS = 2**16
+"""Number of parts, by the hash of their texts, that rows are drawn in."""
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Some consecutive rows of a file, which a process reads."""
+
+    name: str
+    """Of the file, for messages."""
+    first: int
+    """Number of the first line in the file."""
+    document: int
+    """Number of lines or rows before it, of all files."""
+    column: str
+    split: SplitName | None
+    """Split of the rows, or None if they are to be split."""
+    content: bytes | tuple[tuple[str, bytes], ...]
+    """JSON lines; or texts, each with its place."""
+    raw: int = 0
+    """Bytes of the file that were read, for the progress display."""
+
+    def texts(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the place and the text of each row."""
+        if isinstance(self.content, tuple):
+            yield from self.content
+            return
+        for place, row in json_rows(self.name, self.content.split(b"\n"), self.first):
+            yield place, text_of_row(row, self.column, place)
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A table, an archive or (beside these) a text, whose rows are documents; or such rows in memory."""
+
+    path: Path
+    config: TextConfig
+    kind: InputFormat | None = None
+    """What it holds, or None for an archive."""
+    split: SplitName | None = None
+    rows: Iterable[Any] | None = None
+    """Rows in memory; `path` is then only a name for messages."""
+    left_out: list[str] = field(default_factory=list, compare=False)
+    """Files of an archive that are not text, once it was read."""
+
+    def size(self) -> int:
+        """Return the length of the file in bytes."""
+        return 0 if self.rows is not None else self.path.stat().st_size
+
+    def batches(self) -> Generator[TextBatch]:
+        """Yield the rows in batches of about `CHUNK_BYTES`.
+
+        Raises:
+            UserError: the file cannot be read, is damaged, or has a row without text.
+        """
+        if self.rows is not None:
+            places = ((f"{self.path}: row {number:,}", row) for number, row in enumerate(self.rows, start=1))
+            yield from self._of_rows(str(self.path), places)
+            return
+        self.left_out.clear()
+        with (
+            as_user_error(f"reading {self.path}"),
+            damage_as_user_error(self.path),
+            self.path.open("rb", buffering=0) as file,
+        ):
+            for name, content, kind in self._contents(file):
+                try:
+                    for batch in self._of_content(name, content, kind):
+                        yield replace(batch, raw=0 if file.closed else file.tell())
+                except NotTextError as error:
+                    if self.kind is not None:
+                        raise
+                    self.left_out.append(f"{name} ({error.reason})")
+
+    def _contents(self, file: io.FileIO) -> Iterator[tuple[str, Any, InputFormat | None]]:
+        """Yield name, content and format of the file, or of each file of the archive."""
+        if self.kind is not None:
+            yield str(self.path), decompressed(file, self.path.name), self.kind
+            return
+        with closing(open_members(file, self.path, _is_visible)) as found:
+            for member, stored in found:
+                plain: Any = decompressed(io.BufferedReader(cast(Any, stored), HEAD_BYTES), member)
+                content = io.BufferedReader(plain, HEAD_BYTES)
+                if content.peek(1):
+                    yield f"{self.path}/{member}", content, self.config.input_format
+
+    def _of_content(self, name: str, content: Any, kind: InputFormat | None) -> Iterator[TextBatch]:
+        kind = kind or format_of(name, content.peek(HEAD_BYTES))
+        encoding = self.config.encoding
+        if kind == "text":
+            text = content.read() if encoding == BINARY else b"".join(utf8_chunks(content, encoding, name))
+            yield TextBatch(name, 1, 1, "", self.split, ((name, text),))
+            return
+        encoding = "utf-8" if encoding == BINARY else encoding
+        if kind != "jsonl":
+            column: list[str] = []
+
+            def choose(row: Mapping[str, Any]) -> list[str]:
+                column.append(choose_column(row, name, self.config.text_column))
+                return column
+
+            yield from self._of_rows(name, read_rows(name, content, kind, encoding, choose))
+            return
+        chosen, first = "", 1
+        for block in line_blocks(utf8_chunks(content, encoding, name)):
+            if not chosen and (rows := next(json_rows(name, block.split(b"\n"), first), None)):
+                chosen = choose_column(rows[1], name, self.config.text_column)
+            num_lines = block.count(b"\n")
+            yield TextBatch(name, first, num_lines + 1, chosen, self.split, block)
+            first += num_lines
+
+    def _of_rows(self, name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[TextBatch]:
+        """Yield the texts of rows, or texts, in batches; `document` is their number."""
+        texts: list[tuple[str, bytes]] = []
+        size, column = 0, ""
+        for place, row in rows:
+            if not isinstance(row, Mapping):
+                row = {self.config.text_column or "text": row}
+            column = column or choose_column(row, name, self.config.text_column)
+            texts.append((place, text_of_row(row, column, place)))
+            size += len(texts[-1][1])
+            if size >= CHUNK_BYTES:
+                yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
+                texts, size = list[tuple[str, bytes]](), 0
+        if texts:
+            yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
+
+
+def _is_visible(member: str) -> bool:
+    """Return whether a file of an archive is read: not one that is hidden, or that macOS adds."""
+    return not any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(member).parts if part != ".")
+
+
+def choose_column(row: Mapping[str, Any], name: str, wanted: str | None) -> str:
+    """Return the column that has the texts: the one that is wanted, else text, else the only one with a text.
+
+    Raises:
+        NotTextError: there is no such column, or several.
+    """
+    columns = ", ".join(map(str, row))
+    texts = [column for column, value in row.items() if isinstance(value, str) and not _is_number(value)]
+    if wanted is not None or "text" in row:
+        column = "text" if wanted is None else wanted
+        if column in row:
+            return column
+    elif len(texts) == 1:
+        return texts[0]
+    missing = "no column 'text'" if wanted is None else f"no column '{wanted}'"
+    raise NotTextError(
+        f"{name}: {missing}; the columns are {columns}; name that of the text with text_column",
+        f"{missing}, but {columns}",
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def text_of_row(row: Mapping[str, Any], column: str, place: str) -> bytes:
+    """Return the text of a row as UTF-8.
+
+    Raises:
+        UserError: it has no such column, or that holds no text.
+    """
+    value = row.get(column)
+    if not isinstance(value, str):
+        columns = ", ".join(map(str, row))
+        held = f"holds {value!r:.40}, which is no text" if column in row else f"is missing; the columns are {columns}"
+        raise UserError(f"{place}: column '{column}' {held}; correct the row or leave it out, or name another column")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place}: the text has half a character, {value[error.start]!r}, at index {error.start}; remove it"
+        ) from None
+
+
+@dataclass(frozen=True)
+class RowText:
+    """A row that was read."""
+
+    split: SplitName
+    document: int
+    place: str
+    text: bytes
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """Which split each row is in, unless that of its file is given."""
+
+    seed: int
+    splits: bytes = b""
+    """Index in `SPLITS` for each bucket, or empty if rows are split by their positions."""
+    ends: tuple[float, ...] = ()
+    """Where train, valid and test end, in bytes of all texts."""
+
+    def read(self, batch: tuple[TextBatch, int]) -> list[RowText]:
+        """Return the rows of a batch that has so many bytes of text before it.
+
+        Raises:
+            UserError: a row is damaged or has no text.
+        """
+        rows, position = list[RowText](), batch[1]
+        for number, (place, text) in enumerate(batch[0].texts(), start=batch[0].document):
+            if batch[0].split is not None:
+                split = batch[0].split
+            elif self.splits:
+                split = SPLITS[self.splits[bucket_of(self.seed, text)]]
+            else:
+                split = SPLITS[min(bisect_right(self.ends, position), len(SPLITS) - 1)]
+            rows.append(RowText(split, number, place, text))
+            position += len(text)
+        return rows
+
+
+def bucket_of(seed: int, text: bytes) -> int:
+    """Return a number below `NUM_BUCKETS` that depends on the text and the seed."""
+    return int.from_bytes(hashlib.sha256(b"%d\0" % seed + text).digest()[:2], "big")
+
+
+def _measure(seed: int, batch: TextBatch) -> tuple[int, list[tuple[int, int]], int]:
+    """Return the bytes of a batch, those of each row with its bucket, and the bytes of the file read so far."""
+    sizes = [(0 if batch.split else bucket_of(seed, text), len(text)) for _, text in batch.texts()]
+    return sum(size for _, size in sizes), [] if batch.split else sizes, batch.raw
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """All rows of a corpus, in their order."""
+
+    files: tuple[RowFile, ...]
+    config: TextConfig
+    sizes: tuple[int, ...] = ()
+    """Bytes of text of each batch, once they were measured."""
+    choice: SplitChoice = field(default_factory=lambda: SplitChoice(1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text, once they were measured."""
+        return sum(self.sizes)
+
+    @property
+    def splits(self) -> tuple[SplitName, ...]:
+        """The splits that the rows are in."""
+        given = {file.split for file in self.files}
+        fractions = {"train": 1.0, "valid": self.config.valid_fraction, "test": self.config.test_fraction}
+        return tuple(split for split in SPLITS if (fractions[split] if given == {None} else split in given))
+
+    def batches(self) -> Iterator[tuple[TextBatch, int]]:
+        """Yield all rows in batches, each with the number of bytes of text before it."""
+        positions, document = chain_positions(self.sizes), 0
+        for file in self.files:
+            for batch in file.batches():
+                yield replace(batch, document=document), next(positions)
+                document += batch.document
+
+    def documents(self, splits: Sequence[SplitName]) -> Iterator[Document]:
+        """Yield the rows of some splits as documents."""
+        for batch in self.batches():
+            for row in self.choice.read(batch):
+                if row.split in splits:
+                    yield Document(row.place, [row.text], len(row.text))
+
+    def measure(
+        self,
+        found: Mapping[str, Any],
+        *,
+        workers: int = 1,
+        progress: Progress = no_progress,
+        save: Callable[[Callable[[], dict[str, Any]]], None],
+    ) -> dict[str, Any]:
+        """Read all rows to check and measure them, and return what `measured` takes, as JSON values.
+
+        Args:
+            found: what was saved before, or nothing.
+            workers: number of processes.
+            progress: called with the stage `read rows`.
+            save: called now and then with a function that returns the measures so far.
+        """
+        sizes, buckets = list[int](found.get("sizes", ())), Counter[int](dict(found.get("buckets", ())))
+        total, before, last = sum(file.size() for file in self.files), 0, 0
+        batches = (batch for batch, _ in islice(self.batches(), len(sizes), None))
+
+        def values() -> dict[str, Any]:
+            left_out = [name for file in self.files for name in file.left_out]
+            return {"sizes": sizes, "buckets": sorted(buckets.items()), "left_out": left_out, "whole": False}
+
+        with closing(ordered_map(partial(_measure, self.config.seed), batches, workers=workers)) as results:
+            for size, of_rows, raw in results:
+                sizes.append(size)
+                for bucket, length in of_rows:
+                    buckets[bucket] += length
+                before, last = before + last if raw < last else before, raw
+                progress("read rows", before + raw, max(total, before + raw))
+                save(values)
+        return values() | {"whole": True}
+
+    def measured(self, measures: Mapping[str, Any]) -> tuple[DocumentRows, str]:
+        """Return the rows with the split that follows from their measures, and a description of it.
+
+        Raises:
+            UserError: a split would be empty.
+        """
+        config, sizes = self.config, tuple(measures["sizes"])
+        if not sum(sizes):
+            names = ", ".join(measures["left_out"][:3]) or ", ".join(str(file.path) for file in self.files[:3])
+            raise UserError(f"there is no text in {names}; give files with texts")
+        if all(file.split for file in self.files):
+            return replace(self, sizes=sizes), ""
+        fractions = {"valid": config.valid_fraction, "test": config.test_fraction}
+        if config.split_method == "end":
+            ends = tuple(accumulate((1 - sum(fractions.values()), *fractions.values())))
+            choice = SplitChoice(config.seed, ends=tuple(sum(sizes) * end for end in ends))
+            how = f"valid {fractions['valid']:g} and test {fractions['test']:g} of it, split off at the end"
+        else:
+            buckets = {bucket: size for bucket, size in measures["buckets"] if size}
+            drawn = draw_buckets(buckets, cast(Any, fractions))
+            if any(not drawn[split] for split in SPLITS if split == "train" or fractions[split]):
+                raise UserError(
+                    f"{len(buckets):,} different documents cannot be split into train, valid and test; give more, or "
+                    "change valid_fraction and test_fraction (0 for none), or give train, valid and test by themselves"
+                )
+            table = bytearray(NUM_BUCKETS)
+            for split in SPLITS:
+                for bucket in drawn[split]:
+                    table[bucket] = SPLITS.index(split)
+            choice = SplitChoice(config.seed, bytes(table))
+            how = f"rows drawn at random by their text with seed {config.seed}"
+        return replace(self, sizes=sizes, choice=choice), how
+
+
+@dataclass(frozen=True)
+class RowSource(TextSource):
+    """A text source of rows, whose `splits` are empty."""
+
+    rows: DocumentRows = field(kw_only=True)
+
+
+def rows_in_memory(texts: object, config: TextConfig | None = None) -> RowFile | None:
+    """Return the rows of a DataFrame, of a data set of `datasets`, or of mappings; None if these are no rows.
+
+    Args:
+        texts: what may have rows; no iterator, since it is iterated more than once.
+        config: which column has the text.
+
+    Raises:
+        UserError: no column has the texts, or several do.
+    """
+    config, table = config or TextConfig(), cast(Any, texts)
+    columns = getattr(texts, "columns", None)
+    if columns is not None and hasattr(texts, "shape"):  # a DataFrame: its iterator yields the names of columns
+        values = {str(name): next(iter(table[name]), "") for name in columns}
+        column = choose_column(values, "the table", config.text_column)
+        table = table[next(name for name in columns if str(name) == column)]
+    else:
+        if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):  # pyrefly: ignore[implicit-any-type-argument]
+            return None
+        first = next(iter(table), None)
+        if not isinstance(first, Mapping):
+            return None
+        column = choose_column(first, "the rows", config.text_column)
+        if hasattr(table, "select_columns"):  # a data set, which then decodes no pictures
+            table = table.select_columns([column])
+    return RowFile(Path("the table"), config.model_copy(update={"text_column": column}), "text", rows=table)
+
+
+def chain_positions(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the number of bytes before each batch; 0 for all if they were not measured."""
+    return iter(accumulate(sizes, initial=0)) if sizes else (0 * number for number in count())

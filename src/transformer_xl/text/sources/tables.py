@@ -1,0 +1,331 @@
+"""Finds out what a file holds, and reads the rows of tables: CSV and TSV, JSON lines and lists, Parquet and Arrow.
+
+A row is a mapping from columns to values. A text that stands alone in JSON is a row with the column text. Rows are read
+one after another, in little memory, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from transformer_xl.config import UserError
+from transformer_xl.config.extras import missing_extra
+from transformer_xl.files import parse_json
+from transformer_xl.text.sources.archives import NotTextError, archive_of, utf8_chunks, without_compression
+from transformer_xl.text.text_config import InputFormat
+
+HEAD_BYTES = 2**16
+"""Length of the start of a file that says what it holds."""
+
+_SUFFIXES: dict[str, InputFormat] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+_NOT_TEXT = {  # by the first bytes, where a text could be suspected; all others are no valid text
+    b"%PDF-": "a PDF document",
+    b"{\\rtf": "a document in RTF",
+    b"SQLite format 3\0": "an SQLite database",
+    b"\xd0\xcf\x11\xe0": "an old Office document",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"GIF8": "a picture",
+    b"\x93NUMPY": "a NumPy array",
+    b"GGUF": "a GGUF model",
+}
+_OF_ZIP = {"[Content_Types].xml": "an Office document", "mimetype": "an OpenDocument or EPUB file"}
+_OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_LIST = re.compile(rb'\s*\[\s*\{\s*"')
+_SEPARATORS = re.compile(r"[ \t\n\r,]*")
+_BATCH_ROWS = 256
+
+
+def format_of(name: str, head: bytes) -> InputFormat:
+    """Return what a file holds: JSON, Parquet and Arrow by content, CSV and TSV by suffix; text if it is none of these.
+
+    Args:
+        name: its name; of a suffix of compression nothing is made.
+        head: its first bytes, decompressed, `HEAD_BYTES` of them if it has so many.
+
+    Raises:
+        NotTextError: it is neither text nor a table, but something known.
+    """
+    what = next((what for magic, what in _NOT_TEXT.items() if head.startswith(magic)), None)
+    is_pickle = head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")
+    if is_pickle or name.lower().endswith((".pkl", ".pickle")):  # protocol 0 is letters alone
+        what = "a Python pickle"
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < 2**32:
+        what = "a safetensors file"
+    what = "an archive" if archive_of(head, name) else what
+    if what:
+        raise _not_text(name, what)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith((b"ARROW1\0\0", b"\xff\xff\xff\xff")):
+        return "arrow"
+    stem = without_compression(name).lower()
+    by_suffix = next((kind for suffix, kind in _SUFFIXES.items() if stem.endswith(suffix)), None)
+    if by_suffix in ("parquet", "arrow") and head:
+        raise UserError(f"{name}: damaged: it does not begin as {by_suffix} does; get it again")
+    if by_suffix:
+        return by_suffix
+    head = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
+    first, newline, rest = head.lstrip().partition(b"\n")
+    second, end, _ = rest.partition(b"\n")
+    whole = [
+        line for line, mark in ((first, newline), (second, end)) if line.strip() and (mark or len(head) < HEAD_BYTES)
+    ]
+    if whole and all(map(_is_object, whole)):
+        return "jsonl"
+    if not newline and len(head) >= HEAD_BYTES and _OBJECT.match(head):  # a very long line
+        return "jsonl"
+    return "json" if _LIST.match(head) or stem.endswith(".json") else "text"
+
+
+def _not_text(name: str, what: str) -> NotTextError:
+    return NotTextError(f"{name} is {what}, not text; save its text as a file, or leave it out", what)
+
+
+def check_zip(path: Path) -> None:
+    """Check that an archive, if its suffix or content is that of zip, is whole and no document of an office program.
+
+    Raises:
+        NotTextError: it is not.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        what = next((what for name, what in _OF_ZIP.items() if name in names), None)
+        what = "a PyTorch file" if any(name.endswith("/data.pkl") for name in names) else what
+        if what:
+            raise _not_text(str(path), what)
+    elif path.suffix.lower() == ".zip":
+        raise NotTextError(
+            f"{path} is no zip archive, or a damaged one; get it again, or leave it out", "a damaged zip"
+        )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
+
+
+def looks_like_table(head: bytes) -> bool:
+    """Return whether a text might be CSV or TSV: three lines or more with as many columns as a header of names."""
+    lines = head.decode("utf-8", errors="replace").splitlines()[:-1][:20]  # the last may be cut
+    if len(lines) < 3:
+        return False
+    with suppress(csv.Error):
+        header, *rows = csv.reader(lines, delimiter=_delimiter(lines[0]))
+        named = len(set(header)) == len(header) > 1 and all(re.fullmatch(r"\w[\w .-]{0,30}", cell) for cell in header)
+        return named and all(len(row) == len(header) for row in rows)
+    return False
+
+
+def read_rows(
+    name: str,
+    content: bytes | IO[bytes],
+    kind: InputFormat | None = None,
+    encoding: str = "utf-8",
+    choose: Callable[[Mapping[str, Any]], list[str]] | None = None,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each row of a table is, and its values by column.
+
+    Args:
+        name: name of the file, for messages.
+        content: its content, decompressed: bytes, or an open file, which need not be able to seek.
+        kind: its format, or None for what its content or suffix says.
+        encoding: its encoding, unless it is Parquet or Arrow.
+        choose: called with the first row of Parquet or Arrow, returns the columns that are read; None for all.
+
+    Raises:
+        UserError: it is no such table, is damaged, or a library that reads it is missing.
+    """
+    file = io.BytesIO(content) if isinstance(content, bytes) else content
+    kind = kind or format_of(name, content if isinstance(content, bytes) else b"")
+    if kind in ("parquet", "arrow"):
+        return _arrow_rows(name, file, kind, choose)
+    chunks = utf8_chunks(file, encoding, name)
+    if kind == "json":
+        return _json_list(name, chunks)
+    if kind == "jsonl":
+        return json_rows(name, _lines(chunks))
+    return csv_rows(name, (line.decode() for line in _lines(chunks)))
+
+
+def line_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield a text in blocks of whole lines."""
+    parts: list[bytes] = []
+    for chunk in chunks:
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            yield b"".join([*parts, chunk[:end]])
+            parts.clear()
+        parts.append(chunk[end:])
+    if last := b"".join(parts):
+        yield last
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a text with their ends."""
+    for block in line_blocks(chunks):
+        yield from io.BytesIO(block)
+
+
+def csv_rows(name: str, lines: Iterable[str], *, quotes: bool = True) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield where each row of a table with a header is, and its values by column.
+
+    Args:
+        name: name of the file, for messages.
+        lines: its lines with their ends. What separates columns is found in the first.
+        quotes: whether quotation marks enclose values; otherwise they belong to them.
+
+    Raises:
+        UserError: it is no such table.
+    """
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    rest = iter(lines)
+    first = next(rest, "")
+    reader = csv.DictReader(chain([first], rest), delimiter=_delimiter(first), strict=True, quoting=quoting)
+    try:
+        header = reader.fieldnames or ()
+        if len(set(header)) < len(header):
+            raise UserError(f"{name}: two columns have the same name; rename one of {', '.join(header)}")
+        for row in reader:
+            place = f"{name}: line {reader.line_num:,}"
+            if None in row or None in row.values():
+                raise UserError(
+                    f"{place}: not one value for each of the columns {', '.join(header)}; put a text with a comma, tab "
+                    "or quotation mark in quotation marks, and double those inside"
+                )
+            yield place, row
+    except csv.Error as error:
+        raise UserError(
+            f"{name}: line {reader.reader.line_num:,}: not CSV ({error}); check its quotation marks"
+        ) from None
+
+
+def _delimiter(header: str) -> str:
+    """Return what separates the columns of a header; a comma if nothing does."""
+    return max(",\t;|", key=re.sub(r'"[^"]*"', "", header).count)
+
+
+def json_rows(name: str, lines: Iterable[str | bytes], first: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each object of JSON lines is, and the object; a line that is a text is an object with a text.
+
+    Args:
+        name: name of the file, for messages.
+        lines: its lines.
+        first: number of the first of these.
+
+    Raises:
+        UserError: a line is no JSON object.
+    """
+    for number, line in enumerate(lines, start=first):
+        if not line.strip():
+            continue
+        place = f"{name}: line {number:,}"
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        yield place, _json_row(place, row)
+
+
+def _json_row(place: str, row: Any) -> dict[str, Any]:
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, dict):
+        raise UserError(f'{place}: expected a JSON object, such as {{"item": 1, "text": "A sentence."}}')
+    return row
+
+
+def _json_list(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each object of a list is, and the object; the file is read as far as the next object needs."""
+    decode = json.JSONDecoder().raw_decode
+    text, number = next(chunks, b"").decode().lstrip(), 0
+    if not text.startswith("["):
+        reason = "JSON, but no list of rows"
+        raise NotTextError(f"{name} is {reason}; leave it out, or give input_format=text to read it as it is", reason)
+    position = 1
+    while True:
+        position = _SEPARATORS.match(text, position).end()  # pyrefly: ignore[missing-attribute]
+        if text.startswith("]", position):
+            if text[position + 1 :].strip() or any(chunk.strip() for chunk in chunks):
+                raise UserError(f"{name}: not JSON: it goes on after the list; correct it, or get the file again")
+            return
+        place = f"{name}: row {number + 1:,}"
+        try:
+            row, position = decode(text, position)
+        except RecursionError:
+            raise UserError(f"{place}: nested too deeply") from None
+        except json.JSONDecodeError as error:
+            # as much again as there is, so that a long row is not read in many small steps
+            more = b"".join(islice(chunks, 1 + (len(text) - position) // 2**20)).decode()
+            is_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
+            if not more or not is_cut:
+                raise UserError(f"{place}: not JSON ({error.msg}); correct it, or get the file again") from None
+            text, position = text[position:] + more, 0
+            continue
+        number += 1
+        yield place, _json_row(place, row)
+
+
+def _arrow_rows(
+    name: str, file: IO[bytes], kind: InputFormat, choose: Callable[[Mapping[str, Any]], list[str]] | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row of a Parquet or Arrow file is, and its values by column."""
+    try:
+        import pyarrow
+        from pyarrow import ipc, parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "parquet") from None
+    with TemporaryFile() as whole:
+        if not isinstance(file, (io.BytesIO, io.FileIO)):  # compressed, or of an archive; Parquet's index is at its end
+            shutil.copyfileobj(file, whole, HEAD_BYTES)
+            file = whole
+
+        def batches(columns: list[str] | None) -> Iterator[Any]:
+            file.seek(0)
+            is_stream = file.read(4) == b"\xff\xff\xff\xff"
+            file.seek(0)
+            if kind == "parquet":
+                yield from parquet.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns)
+                return
+            reader = ipc.open_stream(file) if is_stream else ipc.open_file(file)
+            all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            for batch in all_batches:
+                yield batch if columns is None else batch.select(columns)
+
+        number, columns = 0, None
+        try:
+            if choose is not None:
+                first = next((batch for batch in batches(None) if batch.num_rows), None)
+                columns = None if first is None else choose(first.slice(0, 1).to_pylist()[0])
+            for batch in batches(columns):
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    for row in batch.slice(start, _BATCH_ROWS).to_pylist():
+                        number += 1
+                        yield f"{name}: row {number:,}", row
+        except (pyarrow.ArrowException, OSError) as error:
+            problem = str(error).splitlines()[0]
+            raise UserError(f"{name}: not readable, perhaps damaged or truncated ({problem}); get it again") from None
