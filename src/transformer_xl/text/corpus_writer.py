@@ -2,7 +2,7 @@
 
 `transformer_xl.text.prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM.
 Tokens are in the order of the text: the files do not depend on the number of processes or on how the documents are
-split into chunks.
+split into chunks. `transformer_xl.text.ranks` writes a corpus in parts that are joined.
 
 Shape suffix: V vocabulary.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from transformer_xl.text.token_store import (
     Corpus,
     CorpusRecord,
     SplitRecord,
+    TokenSplit,
     documents_file,
     token_file,
 )
@@ -36,6 +37,7 @@ from transformer_xl.text.tokenizers.base import EncodedChunk, TokenArray, Tokeni
 from transformer_xl.text.tokenizers.storage import fingerprint, save_tokenizer
 
 _BATCH_BYTES = 2**20  # small chunks are batched until they have this length, so that transfers to processes cost little
+_COPIED_TOKENS = 2**22  # of a corpus that is joined, in RAM at a time
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _TokenChunk:
 
     split: SplitName
     document: int
-    """The document's index in its split."""
+    """The document's index among those of all splits."""
     encoded: EncodedChunk
     line_ends: npt.NDArray[np.int64]
     """For each token that ends a line, its index in the chunk plus 1; empty unless lines are documents."""
@@ -54,7 +56,7 @@ class _TokenChunk:
 
 def write_corpus(
     folder: str | Path,
-    splits: Mapping[SplitName, Iterable[Document]],
+    splits: Mapping[SplitName, Iterable[Document]] | Iterable[tuple[SplitName, Document]],
     *,
     name: str,
     source: str,
@@ -67,7 +69,8 @@ def write_corpus(
 
     Args:
         folder: folder to create, atomically; it must not exist.
-        splits: documents by split, including train. Each split must contain text; empty documents are ignored.
+        splits: documents by split, including train. Each split must contain text; empty documents are ignored. Or
+            documents in any order, each with its split; splits without text are left out.
         name: name of the corpus.
         source: description of where the text comes from.
         tokenizer: encodes the text.
@@ -85,43 +88,61 @@ def write_corpus(
             f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; set "
             "add_eos=true, or document_unit=file"
         )
-    assert max_shard_tokens > 0
-    splits = {split: splits[split] for split in SPLITS if split in splits}
-    with atomic_folder(Path(folder)) as temporary:
-        save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(closing(_SplitWriter(temporary, split, tokenizer, max_shard_tokens)))
-                for split in splits
-            }
-            batches = _batches(_text_chunks(splits, writers, tokenizer))
-            encode = partial(_encode, tokenizer, document_unit)
-            workers = 1 if tokenizer.is_cheap_to_encode else num_workers
-            for chunks in stack.enter_context(closing(ordered_map(encode, batches, workers=workers))):
+    required: tuple[SplitName, ...] = ()
+    if isinstance(splits, Mapping):
+        by_split = cast(Mapping[SplitName, Iterable[Document]], splits)
+        required = ("train", *(split for split in SPLITS if split in by_split))
+        documents = ((split, document) for split in SPLITS for document in by_split.get(split, ()))
+    else:
+        documents = iter(splits)
+    encode = partial(_encode, tokenizer, document_unit)
+    workers = 1 if tokenizer.is_cheap_to_encode else num_workers
+    with split_writers(Path(folder), tokenizer, name, source, max_shard_tokens) as writers:
+        batches = _batches(_text_chunks(documents, writers, tokenizer))
+        with closing(ordered_map(encode, batches, workers=workers)) as encoded:
+            for chunks in encoded:
                 for chunk in chunks:
                     writers[chunk.split].add(chunk)
-            for split in ("train", *splits):
-                if split not in writers or not writers[split].shard_lengths:
-                    raise UserError(
-                        f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
-                        f"{'' if split == 'train' else ', or leave it out'}"
-                    )
-            records = {split: writer.record() for split, writer in writers.items()}
-        record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
-        contents = record.model_dump(mode="json")
-        write_json(temporary / "corpus.json", {**contents, "sha256": json_digest(contents)})
+        for split in required:
+            if not writers[split].shard_lengths:
+                raise UserError(
+                    f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
+                    f"{'' if split == 'train' else ', or leave it out'}"
+                )
+        for writer in writers.values():
+            writer.end_document()
     return Corpus.open(folder)
 
 
+@contextmanager
+def split_writers(
+    folder: Path, tokenizer: Tokenizer, name: str, source: str, max_shard_tokens: int
+) -> Iterator[dict[SplitName, SplitWriter]]:
+    """Yield a writer for each split, and then complete the corpus; arguments and errors are those of `write_corpus`."""
+    assert max_shard_tokens > 0
+    with atomic_folder(folder) as temporary:
+        save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
+        with ExitStack() as stack:
+            writers = {split: SplitWriter(temporary, split, tokenizer, max_shard_tokens) for split in SPLITS}
+            for writer in writers.values():
+                stack.callback(writer.close)
+            yield writers
+            records = {split: writer.record() for split, writer in writers.items() if writer.shard_lengths}
+        for split in writers.keys() - records.keys():
+            documents_file(temporary, split).unlink()
+        record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
+        contents = record.model_dump(mode="json")
+        write_json(temporary / "corpus.json", {**contents, "sha256": json_digest(contents)})
+
+
 def _text_chunks(
-    splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
+    documents: Iterable[tuple[SplitName, Document]], writers: Mapping[SplitName, SplitWriter], tokenizer: Tokenizer
 ) -> Iterator[tuple[SplitName, TextChunk]]:
     """Yield the chunks of all documents, each with its split; each writer counts the bytes of its split."""
-    for split, documents in splits.items():
-        count_bytes = writers[split].count_bytes
-        counted = (replace(document, chunks=count_bytes(document.chunks)) for document in documents)
-        for chunk in text_chunks(tokenizer, counted):
-            yield split, chunk
+    for index, (split, document) in enumerate(documents):
+        counted = replace(document, chunks=writers[split].count_bytes(document.chunks))
+        for chunk in text_chunks(tokenizer, [counted]):
+            yield split, replace(chunk, document=index)
 
 
 def _batches(chunks: Iterable[tuple[SplitName, TextChunk]]) -> Iterator[list[tuple[SplitName, TextChunk]]]:
@@ -169,7 +190,7 @@ def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
     return int(np.count_nonzero(inside[1:] > inside[:-1]))
 
 
-class _SplitWriter:
+class SplitWriter:
     """Writes the files of one split, chunk by chunk."""
 
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
@@ -211,15 +232,28 @@ class _SplitWriter:
             starts = np.concatenate([[0], starts])
         self._document, self._at_line_end = chunk.document, num_tokens in chunk.line_ends[-1:]
         ids = np.ascontiguousarray(chunk.encoded.ids, dtype=self._dtype)
-        if self._end is not None:  # after each document but the split's last one, whose end follows in `record`
+        if self._end is not None:  # after each document but the split's last one, which `end_document` ends
             follows = starts[not self._counts["num_tokens"] :]
             ids = np.insert(ids, follows, self._end.id)
             starts = np.concatenate([starts[: len(starts) - len(follows)], follows + 1 + np.arange(len(follows))])
-        start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
+        self._add_starts(starts + self._counts["num_tokens"])
+        self._add_tokens(ids)
+
+    def copy(self, split: TokenSplit) -> Iterator[int]:
+        """Write the documents of a corpus with the same tokenizer; yield the bytes of each part that was written."""
+        self._add_starts(split.document_starts + np.uint64(self._counts["num_tokens"]))
+        for name in ("num_bytes", "num_words", "num_unknown"):
+            self._counts[name] += getattr(split, name)
+        for start in range(0, split.num_tokens, _COPIED_TOKENS):
+            ids = np.ascontiguousarray(split.tokens[start : start + _COPIED_TOKENS])
+            self._add_tokens(ids)
+            yield ids.nbytes
+
+    def _add_starts(self, starts: npt.NDArray[np.integer[Any]]) -> None:
+        start_bytes = starts.astype(DOCUMENT_START_DTYPE).data
         self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)
-        self._add_tokens(ids)
 
     def _add_tokens(self, ids: TokenArray) -> None:
         self._token_hash.update(ids.data)
@@ -235,10 +269,13 @@ class _SplitWriter:
             self.shard_lengths[-1] += len(shard_part)
             ids = ids[len(shard_part) :]
 
-    def record(self) -> SplitRecord:
-        """End the last document, and return the entry of the split in `corpus.json`."""
-        if self._end is not None:
+    def end_document(self) -> None:
+        """Write the token that ends the last document, if there is a document and the tokenizer has such a token."""
+        if self._end is not None and self.shard_lengths:
             self._add_tokens(np.array([self._end.id], dtype=self._dtype))
+
+    def record(self) -> SplitRecord:
+        """Return the entry of the split in `corpus.json`."""
         return SplitRecord.model_validate(
             {
                 "dtype": self._dtype.name,
