@@ -105,7 +105,7 @@ def test_a_killed_pipeline_of_four_ranks_gives_the_corpus_of_one_process(tmp_pat
     whole = prepare(out=tmp_path / "whole", documents=texts, tokenizer=tokenizer)  # pyrefly: ignore
     assert files_of(joined.path) == files_of(whole.path)
     assert joined.record.splits == whole.record.splits
-    assert joined.source == "documents of a datatrove pipeline; split by their split; each file is a document"
+    assert joined.source == "documents of a datatrove pipeline; split by their split"
 
 
 def test_tasks_give_the_losses_and_labels_of_one_process(tmp_path: Path) -> None:

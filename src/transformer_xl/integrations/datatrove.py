@@ -97,7 +97,8 @@ class CorpusTokenizer(PipelineStep):
         fractions = f"valid {config.valid_fraction:g} and test {config.test_fraction:g} of them"
         how = f"{fractions}, drawn by a hash of their ids with seed {config.seed}"
         how = how if split_key is None else f"split by their {split_key}"
-        self.source = f"documents of a datatrove pipeline; {how}; each {document_unit} is a document"
+        lines = "; each line is a document" if document_unit == "line" else ""
+        self.source = f"documents of a datatrove pipeline; {how}{lines}"
 
     def _load_tokenizer(self) -> Tokenizer:
         return ByteTokenizer() if self.tokenizer == "byte" else load_tokenizer(self.tokenizer)
