@@ -68,6 +68,7 @@ from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
 from transformer_xl.run import Run as Run, load as load, load_adapter as load_adapter, save as save
 from transformer_xl.text.sources.items import ItemColumns as ItemColumns
 from transformer_xl.text.prepare import prepare as prepare
+from transformer_xl.text.ranks import join_ranks as join_ranks
 from transformer_xl.text.token_store import Corpus as Corpus
 from transformer_xl.training.callbacks import Callback as Callback
 from transformer_xl.training.find_rate import (

@@ -43,6 +43,7 @@ SMALL = {
     "warmup_steps": 2, "eval_interval": 3, "checkpoint_interval": 3, "eval_tokens": 100, "max_tokens": 300,
     "max_new_tokens": 20, "max_prompt_tokens": 64, "min_new_tokens": 4, "max_distance": 16, "average_start_step": 4,
     "num_positions": 20, "max_context": 40, "context_step": 20, "page_tokens": 20, "finetune_from_step": 4,
+    "tasks": 4, "workers": 1,
 }  # fmt: skip
 # what `txl analyze context` is given where a line does not say it
 FEWER = {"--max-context": 40, "--context-step": 20, "--num-positions": 20}
@@ -72,7 +73,7 @@ GIVEN = {
     "penn-treebank.md": "corpora/ptb",
     "quickstart.md": "my-texts/",
     "reading-times.md": "corpora/ptb times.csv",
-    "scaling.md": "corpora/mine runs/mine",
+    "scaling.md": "corpora/mine runs/mine crawl/a.jsonl crawl/b.jsonl",
     "serving-api.md": "runs/mine",
     "sessions.md": "runs/mine",
     "speed.md": "corpora/mine benchmarks/results/",
@@ -211,7 +212,7 @@ def names_for(document: str) -> dict[str, Any]:
         from recall_env import RecallEnv
 
         return {"env": RecallEnv()}
-    return {"text": TEXT}
+    return {"text": TEXT, "__name__": "__main__"}
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # by transformers' Trainer

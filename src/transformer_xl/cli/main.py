@@ -17,6 +17,7 @@ from transformer_xl.progress import notes_worded
 COMMANDS = {
     "demo": "The main workflow on real text, in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token ids on disk.",
+    "join": "Join what the tasks of a datatrove pipeline wrote to one corpus.",
     "train": "Train a model on a corpus, or resume a run.\n\nSettings: those of the recipe, replaced by flags; "
     "'if not set' is for what neither sets. "
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "

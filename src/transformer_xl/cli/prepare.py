@@ -63,12 +63,13 @@ def prepare(
     options |= {"data_dir": data_dir, **given.get("text", {}), **given.get("tokenizer", {})}
     with StageBars() as bars:
         corpus = prepare_corpus(sources, out, **options, num_workers=workers, progress=bars)
-    _print_corpus(corpus, time.perf_counter() - start, as_json=json)
+    print_corpus(corpus, time.perf_counter() - start, as_json=json)
     for line in corpus.notes:
         note(line)
 
 
-def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
+def print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
+    """Print what a corpus has and what to type next, or one JSON object."""
     count_names = ("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents")
     splits = {split: corpus.record.splits[split].model_dump(include=set(count_names)) for split in corpus.splits}
     tokenizer = corpus.tokenizer

@@ -2,7 +2,7 @@
 
 `transformer_xl.text.prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM.
 Tokens are in the order of the text: the files do not depend on the number of processes or on how the documents are
-split into chunks.
+split into chunks. `split_writers` joins corpora to the files that their documents, written at once, would have given.
 
 Shape suffix: V vocabulary.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from transformer_xl.text.token_store import (
     Corpus,
     CorpusRecord,
     SplitRecord,
+    TokenSplit,
     documents_file,
     token_file,
 )
@@ -41,6 +42,7 @@ from transformer_xl.text.tokenizers.storage import fingerprint, read_json_object
 
 SECONDS_BETWEEN_SAVES = 10.0
 """How often it is saved how far a corpus is."""
+_COPIED_TOKENS = 2**22  # of a corpus that is joined, in RAM at a time
 UNFINISHED = "unfinished.json"
 """File in the folder of an unfinished corpus that says how far it is."""
 
@@ -65,7 +67,7 @@ class _TokenChunk:
 
 def write_corpus(
     folder: str | Path,
-    splits: Mapping[SplitName, Iterable[Document]],
+    splits: Mapping[SplitName, Iterable[Document]] | Iterable[tuple[SplitName, Document]],
     *,
     name: str,
     source: str,
@@ -78,7 +80,8 @@ def write_corpus(
 
     Args:
         folder: folder to create, atomically; it must not exist.
-        splits: documents by split, including train. Each split must contain text; empty documents are ignored.
+        splits: documents by split, including train, each of which must contain text; or documents with their splits
+            in any order, of which any split may be missing. Empty documents are ignored.
         name: name of the corpus.
         source: description of where the text comes from.
         tokenizer: encodes the text.
@@ -91,7 +94,9 @@ def write_corpus(
         UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
             `document_unit` is line but the tokenizer has no token that ends a line.
     """
-    splits = {split: splits[split] for split in SPLITS if split in splits}
+    if isinstance(splits, Mapping):
+        by_split = cast(Mapping[SplitName, Iterable[Document]], splits)
+        splits = {split: by_split[split] for split in SPLITS if split in by_split}
     with atomic_folder(Path(folder)) as temporary:
         fill_corpus(
             Unfinished(temporary),
@@ -140,7 +145,7 @@ def is_unfinished(folder: Path, key: str) -> bool:
 
 def fill_corpus(
     unfinished: Unfinished,
-    text: Mapping[SplitName, Iterable[Document]] | DocumentRows,
+    text: Mapping[SplitName, Iterable[Document]] | Iterable[tuple[SplitName, Document]] | DocumentRows,
     *,
     name: str,
     source: str,
@@ -154,7 +159,7 @@ def fill_corpus(
 
     Args:
         unfinished: the folder.
-        text: documents by split, or measured rows, which report progress.
+        text: documents as for `write_corpus`, or measured rows, which report progress.
         name: as in `write_corpus`, like all others.
         source: description of where the text comes from.
         tokenizer: encodes the text.
@@ -174,18 +179,24 @@ def fill_corpus(
     assert max_shard_tokens > 0
     folder = unfinished.folder
     save_tokenizer(tokenizer, folder / "txl_tokenizer.json")
-    is_rows = isinstance(text, DocumentRows)
-    splits = text.splits if isinstance(text, DocumentRows) else tuple(text)
     batches: Iterator[Any]
+    required: tuple[SplitName, ...] = ()
     if isinstance(text, DocumentRows):
+        splits, required, workers = text.splits, ("train", *text.splits), num_workers
         batches, encode = text.batches(), partial(_encode_rows, tokenizer, document_unit, text.choice)
     else:
-        batches = batched(_text_chunks(text, tokenizer), lambda chunk: len(chunk[1].text))
+        splits, documents, workers = SPLITS, text, 1 if tokenizer.is_cheap_to_encode else num_workers
+        if isinstance(text, Mapping):
+            by_split = cast(Mapping[SplitName, Iterable[Document]], text)
+            splits, required = tuple(by_split), ("train", *by_split)
+            documents = ((split, document) for split in splits for document in by_split[split])
+        chunks_of_text = _text_chunks(cast(Iterable[tuple[SplitName, Document]], documents), tokenizer)
+        batches = batched(chunks_of_text, lambda chunk: len(chunk[1].text))
         encode = partial(_encode, tokenizer, document_unit)
     with ExitStack() as stack:
         saved: dict[str, Any] = unfinished.values.get("splits", {})
         writers = {
-            split: stack.enter_context(closing(_SplitWriter(folder, split, tokenizer, max_shard_tokens)))
+            split: stack.enter_context(closing(SplitWriter(folder, split, tokenizer, max_shard_tokens)))
             for split in splits
         }
         done = 0
@@ -196,7 +207,6 @@ def fill_corpus(
                 writer.restore(None)
         for _ in islice(batches, done):
             pass
-        workers = 1 if tokenizer.is_cheap_to_encode and not is_rows else num_workers
         for chunks in stack.enter_context(closing(ordered_map(encode, batches, workers=workers))):
             for chunk in chunks:
                 writers[chunk.split].add(chunk)
@@ -204,30 +214,57 @@ def fill_corpus(
             if isinstance(text, DocumentRows):
                 progress("write", sum(writer.num_bytes for writer in writers.values()), text.num_bytes)
             unfinished.save(partial(_states, done, writers))
-        for split in ("train", *splits):
+        for split in required:
             if split not in writers or not writers[split].shard_lengths:
                 raise UserError(
                     f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
                     f"{'' if split == 'train' else ', or leave it out'}"
                 )
-        records = {split: writer.record() for split, writer in writers.items()}
-    record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
-    contents = record.model_dump(mode="json")
-    write_json(folder / "corpus.json", {**contents, "sha256": json_digest(contents)})
+        for writer in writers.values():
+            writer.end_document()
+    _complete(folder, writers, tokenizer, name, source)
     (folder / UNFINISHED).unlink(missing_ok=True)
 
 
-def _states(done: int, writers: Mapping[SplitName, _SplitWriter]) -> dict[str, Any]:
+@contextmanager
+def split_writers(
+    folder: Path, tokenizer: Tokenizer, name: str, source: str, max_shard_tokens: int
+) -> Iterator[dict[SplitName, SplitWriter]]:
+    """Yield a writer for each split, and then complete the corpus; arguments and errors are those of `write_corpus`."""
+    assert max_shard_tokens > 0
+    with atomic_folder(folder) as temporary:
+        save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
+        with ExitStack() as stack:
+            writers = {split: SplitWriter(temporary, split, tokenizer, max_shard_tokens) for split in SPLITS}
+            for writer in writers.values():
+                stack.enter_context(closing(writer)).restore(None)
+            yield writers
+        _complete(temporary, writers, tokenizer, name, source)
+
+
+def _complete(
+    folder: Path, writers: Mapping[SplitName, SplitWriter], tokenizer: Tokenizer, name: str, source: str
+) -> None:
+    """Write corpus.json, and delete the files of splits without text."""
+    records = {split: writer.record() for split, writer in writers.items() if writer.shard_lengths}
+    for split in writers.keys() - records.keys():
+        documents_file(folder, split).unlink()
+    record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
+    contents = record.model_dump(mode="json")
+    write_json(folder / "corpus.json", {**contents, "sha256": json_digest(contents)})
+
+
+def _states(done: int, writers: Mapping[SplitName, SplitWriter]) -> dict[str, Any]:
     return {"batches": done, "splits": {split: writer.state() for split, writer in writers.items()}}
 
 
 def _text_chunks(
-    splits: Mapping[SplitName, Iterable[Document]], tokenizer: Tokenizer
+    documents: Iterable[tuple[SplitName, Document]], tokenizer: Tokenizer
 ) -> Iterator[tuple[SplitName, TextChunk]]:
     """Yield the chunks of all documents, each with its split."""
-    for split, documents in splits.items():
-        for chunk in text_chunks(tokenizer, documents):
-            yield split, chunk
+    for index, (split, document) in enumerate(documents):
+        for chunk in text_chunks(tokenizer, [document]):
+            yield split, replace(chunk, document=index)
 
 
 def _encode_rows(
@@ -296,7 +333,7 @@ def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
     return int(np.count_nonzero(inside[1:] > inside[:-1]))
 
 
-class _SplitWriter:
+class SplitWriter:
     """Writes the files of one split, chunk by chunk, once `restore` was called."""
 
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
@@ -373,16 +410,29 @@ class _SplitWriter:
             starts = np.concatenate([[0], starts])
         self._document, self._at_line_end = chunk.documents[1], chunk.at_line_end
         ids = np.ascontiguousarray(chunk.ids, dtype=self._dtype)
-        if self._end is not None:  # after each document but the split's last one, whose end follows in `record`
+        if self._end is not None:  # after each document but the split's last one, which `end_document` ends
             follows = starts[not self._counts["num_tokens"] :]
             ids = np.insert(ids, follows, self._end.id)
             starts = np.concatenate([starts[: len(starts) - len(follows)], follows + 1 + np.arange(len(follows))])
-        start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
+        self._add_starts(starts + self._counts["num_tokens"])
+        self._add_tokens(ids)
+
+    def copy(self, split: TokenSplit) -> Iterator[int]:
+        """Write the documents of a corpus with the same tokenizer; yield the bytes of each part that was written."""
+        self._add_starts(split.document_starts + np.uint64(self._counts["num_tokens"]))
+        for name in ("num_bytes", "num_words", "num_unknown"):
+            self._counts[name] += getattr(split, name)
+        for start in range(0, split.num_tokens, _COPIED_TOKENS):
+            ids = np.ascontiguousarray(split.tokens[start : start + _COPIED_TOKENS])
+            self._add_tokens(ids)
+            yield ids.nbytes
+
+    def _add_starts(self, starts: npt.NDArray[np.integer[Any]]) -> None:
+        start_bytes = starts.astype(DOCUMENT_START_DTYPE).data
         assert self._documents is not None
         self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)
-        self._add_tokens(ids)
 
     def _add_tokens(self, ids: TokenArray) -> None:
         self._token_hash.update(ids.data)
@@ -398,10 +448,13 @@ class _SplitWriter:
             self.shard_lengths[-1] += len(shard_part)
             ids = ids[len(shard_part) :]
 
-    def record(self) -> SplitRecord:
-        """End the last document, and return the entry of the split in `corpus.json`."""
-        if self._end is not None:
+    def end_document(self) -> None:
+        """Write the token that ends the last document, if there is a document and the tokenizer has such a token."""
+        if self._end is not None and self.shard_lengths:
             self._add_tokens(np.array([self._end.id], dtype=self._dtype))
+
+    def record(self) -> SplitRecord:
+        """Return the entry of the split in `corpus.json`."""
         return SplitRecord.model_validate(
             {
                 "dtype": self._dtype.name,
