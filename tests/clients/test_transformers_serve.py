@@ -15,7 +15,7 @@ import pytest
 from clients.texts import TOKENIZERS
 from small_runs import make_run
 
-from transformer_xl import convert, generate, load
+from transformer_xl import convert, generate
 
 LAUNCHER = Path(__file__).parents[2] / "examples" / "transformers_serve.py"
 PORT = 18_765
