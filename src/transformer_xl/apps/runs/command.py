@@ -159,7 +159,7 @@ def compare(
 def _print_comparison(comparison: RunComparison) -> None:
     names = list(comparison.runs)
     _print_runs([run.as_dict() | {"run": name} for name, run in comparison.runs.items()])
-    rows = [[name, *map(_text, values)] for name, values in comparison.settings.items()]
+    rows = [[name, *map(_setting, values)] for name, values in comparison.settings.items()]
     print_table("settings that differ", ["setting", *names], rows)
     if not comparison.losses:
         return
@@ -176,14 +176,17 @@ def _print_comparison(comparison: RunComparison) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is shown in a table."""
-    if value is None or value == []:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if 0.01 <= abs(value) < 1000 else f"{value:g}"
-    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+    """Return a result as it is shown in a table."""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value or "-")
+
+
+def _setting(value: Any) -> str:
+    """Return the value of a setting as it is typed."""
+    if isinstance(value, list):
+        return ",".join(map(_setting, value)) or "none"
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 def plot(*folders: Path, out: Path | None = None, text: _Switch = False) -> None:
