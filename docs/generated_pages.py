@@ -84,7 +84,7 @@ def _values(annotation: Any) -> list[str]:
     if origin in (Union, UnionType):
         return [one for part in inner for one in _values(part)]
     if origin is tuple:
-        return [f"list of {inner[0].__name__}"]
+        return [f"list of {' or '.join(_values(inner[0]))}"]
     return [
         "`none`" if annotation is type(None) else "`true` or `false`" if annotation is bool else annotation.__name__
     ]

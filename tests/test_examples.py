@@ -12,7 +12,15 @@ import pytest
 import torch
 import training_runs
 
-from transformer_xl import ReadingTimeSweep, corpus_word_counts, fit_reading_times, load, read_reading_times, train
+from transformer_xl import (
+    ReadingTimeSweep,
+    corpus_word_counts,
+    fit_reading_times,
+    list_runs,
+    load,
+    read_reading_times,
+    train,
+)
 from transformer_xl.config import run_settings
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
@@ -28,6 +36,22 @@ def test_train_example_stops_resumes_and_finishes(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert re.search(r"stopped at step (11|21) of 24", out)
     assert "finished: True" in out
+
+
+def test_sweep_ends_poor_trials_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optuna")
+    corpus = training_runs.letters_corpus(tmp_path / "corpus", 2000, 200)
+    sweep = runpy.run_path(str(EXAMPLES / "sweep_optuna.py"))["main"]
+    settings = {"max_steps": 6, "eval_interval": 2, "segment_length": 8, "memory_length": 8, "batch_size": 2}
+    for trials in (5, 2):  # the second call goes on with the study
+        study = sweep(corpus.path, tmp_path / "sweep", trials, settings=settings)
+    assert len(study.trials) == 7
+    rows = list_runs(tmp_path / "sweep", sort="valid_nats_per_token")
+    assert f"best: {Path(rows[0]['run']).name}, " in capsys.readouterr().out
+    assert study.best_value == rows[0]["valid_nats_per_token"]
+    unfinished = [Path(row["run"]).name for row in rows if not row["finished"]]
+    pruned = [trial.number for trial in study.trials if trial.state.name == "PRUNED"]
+    assert sorted(unfinished) == [f"trial-{number:03}" for number in pruned]
 
 
 def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,8 @@ CASES = {
     "prepare in folders": Case(f"prepare text.txt --out a/b/new --tokenizer word {SPLITS}", changes="a"),
     "prepare in processes": Case("prepare text.txt --out new --tokenizer bpe --vocab-size 270 --num-workers 2"),
     "train": Case(f"{TRAIN} --run new", changes="new"),
-    "train with averages": Case(f"{TRAIN} --run new --train.weight-average=ema --train.tensorboard", changes="new"),
+    "train with averages": Case(f"{TRAIN} --run new --train.weight-average=ema", changes="new"),
+    "train with a tracker": Case(f"{TRAIN} --run new --train.trackers=tensorboard", changes="new"),
     "resume": Case("train --resume run --train.max-steps 8", changes="run"),
     "go back": Case("train --resume run --from 2", changes="run"),
     "finetune": Case(FINETUNE, changes="new"),
@@ -139,7 +140,7 @@ def contents(folder: Path) -> dict[str, Any]:
         return entries
 
     found = {os.path.relpath(name, folder): content for name, content in files(folder).items()}
-    skipped = re.compile(r"tensorboard/|starts\.jsonl$")
+    skipped = re.compile(r"tensorboard/|trackers\.json$|starts\.jsonl$")
     return {name: values(name, content) for name, content in found.items() if not skipped.search(name)}
 
 

@@ -11,6 +11,13 @@ from transformer_xl.apps.classify.training import (
     finetune_classifier as finetune_classifier,
     resume_classifier as resume_classifier,
 )
+from transformer_xl.apps.runs.compare import (
+    CommonText as CommonText,
+    RunComparison as RunComparison,
+    compare_runs as compare_runs,
+)
+from transformer_xl.apps.runs.curves import draw_curves as draw_curves
+from transformer_xl.apps.runs.records import RunRecord as RunRecord, list_runs as list_runs
 from transformer_xl.config import (
     AlRfouConfig as AlRfouConfig,
     BackboneConfig as BackboneConfig,

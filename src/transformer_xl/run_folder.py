@@ -5,6 +5,7 @@ txl_tokenizer.json     the tokenizer
 model.safetensors      the best weights: those with the lowest validation loss
 metrics.jsonl          metrics of training and validation, one JSON object per line
 starts.jsonl           where and by what each start and resumption of the training was run
+trackers.json          where the run is in other programs, and up to which step (train.trackers)
 checkpoints/step-N/    a checkpoint, from which training resumes:
   model.safetensors      the last weights
   training/              optimizer, memory, weight average and random state: one file per process
@@ -169,15 +170,7 @@ class RunFolder:
             UserError: the path is not the folder of a run, or its files are damaged.
         """
         path = as_path(path, "run", "give the folder of a run")
-        settings = path / "config.yaml"
-        with as_user_error(f"reading {path}"):
-            if not settings.is_file():
-                refuse_pickled_adapter(path)
-                problem = "not the folder of a run (no config.yaml)" if path.exists() else "no such folder"
-                raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
-        with as_user_error(f"reading {settings}"):
-            values = read_yaml(settings.read_bytes(), str(settings))
-        config = run_settings(values, str(settings))
+        config = read_config(path)
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
             raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")
@@ -319,9 +312,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints that training can resume from, oldest first."""
-        folders = (self.path / "checkpoints").glob("step-*")
-        numbered = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
-        return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
+        return list_checkpoints(self.path)
 
     def latest_checkpoint(self) -> Path | None:
         """Return the folder of the newest checkpoint, or None if the run has none."""
@@ -335,26 +326,8 @@ class RunFolder:
         return "it was stopped before its first checkpoint: remove the folder and fine-tune anew"
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; an incomplete last line (of a killed run) is skipped.
-
-        Raises:
-            UserError: the file is damaged.
-        """
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        check_not_special(file)
-        lines = read_bytes(file).splitlines(keepends=True)
-        try:
-            entries = [parse_json(line) for line in lines if line.endswith(b"\n")]
-            for line in entries:
-                if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
-                    raise ValueError(f"no split or step in {line}")
-                if not isinstance(line["nats_per_token"], int | float):
-                    raise ValueError(f"the loss {line['nats_per_token']!r} is no number")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
-        return entries
+        """Return the lines of metrics.jsonl (`read_metrics`)."""
+        return read_metrics(self.path)
 
     def record_start(self, step: int, device: torch.device, processes: int) -> None:
         """Append a line to starts.jsonl: when, where and by what training begins or goes on.
@@ -370,12 +343,8 @@ class RunFolder:
             stream.write("\n" * is_cut + json.dumps(line) + "\n")
 
     def last_start(self) -> dict[str, Any] | None:
-        """Return the last line of starts.jsonl; None if the run has none, as those of 0.1, or it was cut off."""
-        file = self.path / "starts.jsonl"
-        with suppress(ValueError, IndexError):
-            check_not_special(file)
-            return parse_json(read_bytes(file).splitlines()[-1]) if file.exists() else None
-        return None
+        """Return the last line of starts.jsonl (`read_last_start`)."""
+        return read_last_start(self.path)
 
     def write_config(self) -> None:
         """Write config.yaml, if it has other settings.
@@ -494,6 +463,63 @@ class RunFolder:
                 f"{file} was trained with another base, rank, alpha or targets than those in "
                 f"{self.path / 'config.yaml'}; restore that file"
             )
+
+
+def read_config(path: Path) -> RunConfig:
+    """Return the settings in the folder of a run.
+
+    Raises:
+        UserError: the path is not the folder of a run, or config.yaml is damaged.
+    """
+    settings = path / "config.yaml"
+    with as_user_error(f"reading {path}"):
+        if not settings.is_file():
+            refuse_pickled_adapter(path)
+            problem = "not the folder of a run (no config.yaml)" if path.exists() else "no such folder"
+            raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
+    with as_user_error(f"reading {settings}"):
+        values = read_yaml(settings.read_bytes(), str(settings))
+    return run_settings(values, str(settings))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl in the folder of a run; an incomplete last line (of a killed run) is skipped.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = path / "metrics.jsonl"
+    if not file.exists():
+        return []
+    check_not_special(file)
+    lines = read_bytes(file).splitlines(keepends=True)
+    try:
+        entries = [parse_json(line) for line in lines if line.endswith(b"\n")]
+        for line in entries:
+            if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
+                raise ValueError(f"no split or step in {line}")
+            if not isinstance(line["nats_per_token"], int | float):
+                raise ValueError(f"the loss {line['nats_per_token']!r} is no number")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
+    return entries
+
+
+def read_last_start(path: Path) -> dict[str, Any] | None:
+    """Return the last line of starts.jsonl in the folder of a run; None if there is none, as in those of 0.1, or it was
+    cut off."""
+    file = path / "starts.jsonl"
+    with suppress(ValueError, IndexError):
+        check_not_special(file)
+        return parse_json(read_bytes(file).splitlines()[-1]) if file.exists() else None
+    return None
+
+
+def list_checkpoints(path: Path) -> list[Path]:
+    """Return the folders of the checkpoints in the folder of a run, oldest first."""
+    folders = (path / "checkpoints").glob("step-*")
+    numbered = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
+    return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
 def build_checked(config: RunConfig, *, draw: bool = True) -> LanguageModel:

@@ -73,6 +73,7 @@ GIVEN = {
     "penn-treebank.md": "corpora/ptb",
     "quickstart.md": "my-texts/",
     "reading-times.md": "corpora/ptb times.csv",
+    "runs.md": "corpora/mine runs/rate-0.016 runs/rate-0.004 runs/rate-0.001 page.txt",
     "scaling.md": "corpora/mine runs/mine crawl/a.jsonl crawl/b.jsonl",
     "serving-api.md": "runs/mine",
     "sessions.md": "runs/mine",

@@ -45,7 +45,7 @@ def run_config(name: str) -> RunConfig:
 # settings that change neither the trained weights nor their evaluation
 WITHOUT_EFFECT = {
     "evaluation.batch_size", "evaluation.warmup_tokens", "attn_implementation", "micro_batch_size", "compile",
-    "activation_checkpointing", "parallelism", "log_interval", "checkpoint_interval", "tensorboard",
+    "activation_checkpointing", "parallelism", "log_interval", "checkpoint_interval", "trackers",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.trackers import TrackerCallback
 from transformer_xl.training.trainer import Trainer
 
 INTERVALS = {"eval_interval": 3, "checkpoint_interval": 4, "max_steps": 13}
@@ -141,16 +142,18 @@ def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:
 def test_repeated_validation_is_in_tensorboard_once(tmp_path: Path) -> None:
     """Stopped during the validation of step 9, resumed, and killed right after that validation."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer = start_run(tmp_path / "run", tensorboard=True)
-    trainer.callbacks.append(StopInValidation(9))
+    trainer = start_run(tmp_path / "run", trackers=("tensorboard",))
+    trainer.callbacks += [TrackerCallback("tensorboard"), StopInValidation(9)]
     assert not trainer.run()
     assert trainer.state.step == 9
     assert trainer.folder.metrics()[-1]["split"] == "train"
     trainer = reopened(trainer)
+    trainer.callbacks = [TrackerCallback("tensorboard")]
+    trainer.callbacks[0].on_train_begin(trainer)
     trainer._validate()  # writes metrics, but no checkpoint, as if killed afterwards
-    trainer._log.close()
     assert [line["split"] for line in trainer.folder.metrics()[-2:]] == ["train", "valid"]
     trainer = reopened(trainer)
+    trainer.callbacks = [TrackerCallback("tensorboard")]
     trainer.run()
     events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()

@@ -23,6 +23,8 @@ COMMANDS = {
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
     "one skips the validation. --resume continues from there with the same training as without the stop.",
     "finetune": "Train the weights of a run further, on another corpus or as a classifier, as a new run.",
+    "runs": "List runs with their results, or compare some: settings, curves, losses on the same text.",
+    "plot": "Draw the curves of runs: loss, learning rate, gradient norm, tokens/s.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
     "reading-times": "Fit reading times by surprisal at several memory lengths, attention windows and n-gram orders.",
@@ -50,6 +52,8 @@ APPS = {
     "minimal-pairs": "surprisal.minimal_pairs_command",
     "embed": "classify.command",
     "classify": "classify.command",
+    "runs": "runs.command",
+    "plot": "runs.command",
 }
 """The module in `apps/` of each command that is not of the core."""
 

@@ -54,6 +54,7 @@ from transformer_xl.config.settings import (
     check_settings as check_settings,
     check_type as check_type,
     explain as explain,
+    flatten as flatten,
     merge as merge,
     nearest as nearest,
     read_yaml as read_yaml,

@@ -182,7 +182,9 @@ class RunConfig(Settings):
         """Return the settings before the last entry of the history, if there is one."""
         if not self.history:
             return self
-        train = self.train.model_copy(update=self.history[-1].before)
+        # checked anew, as a setting may have had another name then
+        before = {**self.train.model_dump(), **self.history[-1].before}
+        train = check_settings(TrainConfig, before, "the history of settings")
         return self.model_copy(update={"train": train, "history": self.history[:-1]})
 
 

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from transformer_xl.config.settings import INT32_MAX, Settings
+from transformer_xl.config.settings import INT32_MAX, Settings, nearest
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""A program that a run sends its metrics to (`training/trackers.py`)."""
+
+
+def _tracker_names(value: Any) -> Any:
+    """Convert `wandb,mlflow`, as typed for a flag, to names, and None to none of them; refuse unknown ones."""
+    names = value.split(",") if isinstance(value, str) else value or ()
+    if not isinstance(names, (list, tuple)):
+        return value
+    names, known = [str(name).strip() for name in names if name], get_args(TrackerName)
+    if unknown := next((name for name in names if name not in known), None):
+        raise ValueError(f"no tracker '{unknown}'{nearest(unknown, known)}; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 class TrainConfig(Settings):
@@ -103,8 +117,20 @@ class TrainConfig(Settings):
     """Number of tokens scored at each validation, from the start of the validation text; none: all."""
     checkpoint_interval: int = Field(default=500, gt=0, le=INT32_MAX)
     """Steps between two checkpoints from which training can resume."""
-    tensorboard: bool = False
-    """Also write the metrics as TensorBoard event files, into the folder tensorboard/ of the run."""
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(_tracker_names)] = ()
+    """Programs that also get the settings, the metrics, the results and a sample of the run: tensorboard (event files
+    in the folder tensorboard/ of the run), wandb, mlflow, trackio."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_tensorboard(cls, values: Any) -> Any:
+        """Read the switch `tensorboard`, which earlier versions had in place of its name in `trackers`."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("tensorboard"), bool):
+            return values
+        kept = dict(values)
+        names = [name for name in _tracker_names(kept.get("trackers")) if name != "tensorboard"]
+        names += ["tensorboard"] * kept.pop("tensorboard")
+        return {**kept, "trackers": names}
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:

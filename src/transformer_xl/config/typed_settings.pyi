@@ -88,7 +88,7 @@ class TrainSettings(TypedDict, total=False):
     eval_interval: int
     eval_tokens: int | None
     checkpoint_interval: int
-    tensorboard: bool
+    trackers: Sequence[Literal["tensorboard", "wandb", "mlflow", "trackio"]]
 
 class DynamicSettings(TypedDict, total=False):
     optimizer: Literal["rms", "sgd"]

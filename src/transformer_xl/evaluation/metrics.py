@@ -1,6 +1,6 @@
 """Total loss and counts of a scored text, and the metrics computed from them.
 
-Shape suffixes: K tokens of the text.
+Shape suffixes: K tokens of the text, S series of values, U units of a text, B bootstrap samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
 
 _TOKENS_PER_CHUNK = 2**20  # a chunk takes a few megabytes of memory
+_SAMPLES = 2000  # of a bootstrap
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,17 @@ class Sums:
         metrics = ("nats_per_token", "bits_per_byte", "bits_per_character", "perplexity", "token_perplexity")
         values = {name: getattr(self, name) for name in (*counts, *metrics)}
         return {**values, "bytes": round(self.bytes)}
+
+
+def bootstrap_means(sum_SU: npt.NDArray[Any], size_U: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the mean of bootstrap samples, shape (S, 2000): units are drawn with replacement, the same for all rows.
+
+    Args:
+        sum_SU: in each row, the sum of something in each unit of a text, such as the difference of two losses.
+        size_U: number of values in each unit, by whose sum a sample is divided.
+    """
+    drawn_BU = np.random.default_rng(0).multinomial(len(size_U), np.full(len(size_U), 1 / len(size_U)), _SAMPLES)
+    return sum_SU @ drawn_BU.T / (drawn_BU @ size_U)
 
 
 def exp_nats(nats: float) -> float:

@@ -12,8 +12,8 @@ from transformer_xl.text.segments import SegmentDataset, TokenDataset, check_tra
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
-from transformer_xl.training.metrics_log import check_tensorboard
 from transformer_xl.training.stepper import micro_batches
+from transformer_xl.training.trackers import check_trackers
 from transformer_xl.training.validation import Validator
 
 _ADVICE = (
@@ -39,7 +39,7 @@ def open_data(
     validator = Validator(corpus, config.train, world) if "valid" in corpus.splits else None
     if config.model.attention_kernel is not None:
         choose(config.model.attention_kernel, device, torch.float32)  # raises if it does not work on the device
-    check_tensorboard(config.train)
+    check_trackers(config.train)
     return dataset, validator
 
 

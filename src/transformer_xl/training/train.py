@@ -40,16 +40,17 @@ from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.ops.native import status
 from transformer_xl.progress import note, say
 from transformer_xl.run import Run, load
-from transformer_xl.run_folder import RunFolder, first_difference, trained_config
+from transformer_xl.run_folder import RunFolder, first_difference, read_metrics, trained_config
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
-from transformer_xl.training.callbacks import Callback, ProgressBarCallback
+from transformer_xl.training.callbacks import Callback, Metrics, ProgressBarCallback
 from transformer_xl.training.checkpoint import checkpoint_at, step_of, update_record
 from transformer_xl.training.cost import find_cutoffs
 from transformer_xl.training.distributed import DistributedContext, is_restartable, num_restarts, process_group
 from transformer_xl.training.memory_length_choice import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.text_losses import TextLoss, losses_of_resumed
+from transformer_xl.training.trackers import TrackerCallback, end_finished
 from transformer_xl.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ _CHANGEABLE = {
     *("embedding_learning_rate_ratio", "average_learning_rate"),
     *("beta1", "beta2", "muon_learning_rate_ratio", "weight_decay", "max_grad_norm", "ema_decay"),
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
-    *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
+    *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "trackers"),
 }
 _STEP_COUNTS = ("warmup_steps", "decay_steps", "average_start_step")
 _MAX_STOP_SIGNALS = 3  # that let training save and end; the next one ends it at once
@@ -103,6 +104,16 @@ class TrainResult(Displayed):
     """Index of this process, under torchrun."""
     losses: tuple[TextLoss, ...] = ()
     """Of a run of `finetune`, the loss of each text before and after; empty if training was stopped."""
+
+    @property
+    def history(self) -> list[Metrics]:
+        """All metrics of the run so far, a dictionary for each line of metrics.jsonl.
+
+        Each has `split` ("train" or "valid"), `step`, `nats_per_token`, `bits_per_byte`, `learning_rate` and `seconds`,
+        those of training also `grad_norm`, `grad_norm_max` and `tokens_per_second`. A table of them is
+        `pandas.DataFrame(result.history)`.
+        """
+        return read_metrics(self.path)
 
     @cached_property
     def run(self) -> Run:
@@ -266,11 +277,16 @@ def run_training(
                     f"{steps / warmup * peak:.3g} of the learning rate {peak:g}; lower train.warmup_steps",
                     log,
                 )
-            trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
+            trackers = [TrackerCallback(name) for name in trainer.config.trackers]
+            for tracker in trackers:
+                stack.callback(tracker.end, trainer)
+            trainer.callbacks = [*trackers, *([ProgressBarCallback()] if show_progress else []), *callbacks]
             with stop_signals(trainer, handle_signals=handle_signals) as received:
                 finished = trainer.run()
                 num_signals = min(len(received), 1)
                 record_memory_lengths(trainer, lambda: len(received) > num_signals, progress=show_progress)
+                if finished:
+                    end_finished(trackers, trainer)
         if received and not handle_signals:
             raise KeyboardInterrupt
         return TrainResult(

@@ -189,11 +189,11 @@ class Trainer:
                 full; all that was saved is unchanged.
         """
         config, self._stop_requested, self._skip_validation = self.config, False, False
-        self._interval_start = time.perf_counter()
-        self._start_time = self._interval_start - self.state.seconds
-        self._interval_tokens_read = 0
         try:
             self._call("on_train_begin")
+            self._interval_start = time.perf_counter()
+            self._start_time = self._interval_start - self.state.seconds
+            self._interval_tokens_read = 0
             while True:
                 # a validation that was interrupted by a stop is repeated before the next step
                 validated = self.state.step in (0, self.state.validation_step) or not self._is_due(config.eval_interval)
@@ -207,7 +207,6 @@ class Trainer:
                     return validated and self.state.step >= config.max_steps
                 self._step()
         finally:
-            self._log.close()
             self._call("on_train_end")
 
     def _call(self, method: str, *arguments: object) -> None:

@@ -63,7 +63,7 @@ _DOCUMENTS_FILE = "documents.safetensors"
 _OF_TEXTS = (
     *("loss", "random_segment_lengths", "extended_context_length", "shuffle_documents", "max_epochs", "eval_tokens"),
     *("parallelism", "weight_average", "ema_decay", "average_start_step", "average_learning_rate"),
-    *("compile", "tensorboard", "log_interval"),
+    *("compile", "trackers", "log_interval"),
 )
 _OF_TOKENS = "softmax.", "next_heads.", "second_heads."
 

@@ -35,6 +35,7 @@ from transformer_xl.apps.surprisal.surprisal import Whitespace, WordTokens, chec
 from transformer_xl.config import EvaluationConfig, UserError, check_type
 from transformer_xl.config.extras import missing_extra
 from transformer_xl.evaluation.evaluate import check_token_ids, override_config
+from transformer_xl.evaluation.metrics import bootstrap_means
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
 from transformer_xl.files import as_path, csv_text, write_text
 from transformer_xl.inference import TokenModel, prepare_inference
@@ -42,7 +43,7 @@ from transformer_xl.run import Run, check_run
 from transformer_xl.text.sources.items import TextItem
 
 Floats = npt.NDArray[np.float64]
-_MIN_UNITS, _SAMPLES = 10, 2000
+_MIN_UNITS = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,8 +346,7 @@ class _Readings:
 def _add_intervals(rows: list[dict[str, Any]], delta_SN: Floats, unit_N: npt.NDArray[np.int64]) -> None:
     """Add to each row its difference, and how far it is behind the best, with intervals of a bootstrap over units."""
     sum_SU, size_U = np.array([np.bincount(unit_N, delta_N) for delta_N in delta_SN]), np.bincount(unit_N)
-    drawn_BU = np.random.default_rng(0).multinomial(len(size_U), np.full(len(size_U), 1 / len(size_U)), _SAMPLES)
-    delta_SB, mean_S = sum_SU @ drawn_BU.T / (drawn_BU @ size_U), delta_SN.mean(1)
+    delta_SB, mean_S = bootstrap_means(sum_SU, size_U), delta_SN.mean(1)
     best = mean_S.argmax()
     behind_S, behind_SB = mean_S[best] - mean_S, delta_SB[best] - delta_SB
     for name, values_S, samples_SB in (("delta", mean_S, delta_SB), ("behind", behind_S, behind_SB)):

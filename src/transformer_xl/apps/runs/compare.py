@@ -1,0 +1,260 @@
+"""Runs compared: the settings that differ, and the losses on one text with intervals of their differences.
+
+Runs with one tokenizer are compared token by token: the text is cut into segments of as many tokens. With different
+tokenizers they are compared by byte, in documents, or in lines where there are few documents. The interval of 95% is of
+a paired bootstrap: segments (or groups of consecutive documents or lines) are drawn with replacement, the same for all
+runs, so what makes a text hard for all of them does not widen it.
+
+Shape suffixes: K tokens of the text, U units (segments, or groups of documents or lines), N documents or lines, B
+bootstrap samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.apps.runs.records import RunRecord
+from transformer_xl.config import UserError, flatten
+from transformer_xl.display import Displayed
+from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
+from transformer_xl.evaluation.metrics import bootstrap_means, chunks
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
+from transformer_xl.evaluation.score import encode_text
+from transformer_xl.files import as_path
+from transformer_xl.run import Run, load
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.text.sources.archives import read_text_file
+from transformer_xl.text.token_store import Corpus, Tokens
+from transformer_xl.text.tokenizers import describe_difference
+
+Floats = npt.NDArray[np.float64]
+_MAX_UNITS, _MIN_UNITS = 1000, 10
+_MIN_TOKENS, _MIN_BYTES = 128, 512  # of a unit: neighbouring tokens are surprising together
+
+
+@dataclass(frozen=True, repr=False)
+class RunComparison(Displayed):
+    """The differences of runs."""
+
+    runs: Mapping[str, RunRecord]
+    """The runs by name: that of the folder, or its path if two have one name."""
+    settings: Mapping[str, list[Any]]
+    """The settings that differ, by name, with the value of each run (None where it has no such setting)."""
+    losses: list[dict[str, Any]]
+    """For each run `nats_per_token`, `bits_per_byte` and the number of tokens, and the `difference` from the first one
+    in `measure`, with the ends of its interval, `difference_low` and `difference_high` (None if the text is too short
+    for one). Empty if no text was given."""
+    measure: str | None = None
+    """What differences are in: nats_per_token, or bits_per_byte if tokenizers differ."""
+    text: str | None = None
+    """What was scored, and the units that were resampled."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all values, for JSON."""
+        rows = [{"name": name, **run.as_dict()} for name, run in self.runs.items()]
+        scored = {"text": self.text, "measure": self.measure, "losses": self.losses}
+        return {"runs": rows, "settings": dict(self.settings), **scored}
+
+
+@dataclass(frozen=True, eq=False)
+class CommonText:
+    """A text that several runs can read: as tokens of their one tokenizer, or as bytes of documents."""
+
+    name: str
+    num_bytes: float
+    is_one_tokenizer: bool
+    documents: Sequence[bytes] = ()
+    tokens_K: Tokens | None = None
+    starts_N: npt.NDArray[Any] | None = None
+
+    @staticmethod
+    def open(
+        runs: Sequence[RunRecord],
+        *,
+        on: Path | str | None = None,
+        corpus: Path | str | None = None,
+        split: str = "valid",
+        max_tokens: int | None = None,
+    ) -> CommonText:
+        """Open a text for runs.
+
+        Args:
+            runs: the runs.
+            on: a file with a text, or None for a corpus.
+            corpus: folder of a corpus, or None for the one that all runs were trained on.
+            split: its split.
+            max_tokens: number of tokens of a corpus, from the start of the split; None: all.
+
+        Raises:
+            UserError: the runs have no corpus in common, the file or split cannot be read, or the tokenizers of runs
+                and corpus differ, and that of the corpus does not give back its text exactly.
+        """
+        tokenizers = [RunFolder.open(run.path).tokenizer for run in runs]
+        is_one = not any(describe_difference(tokenizer, tokenizers[0]) for tokenizer in tokenizers)
+        if on is not None:
+            if corpus is not None:
+                raise UserError("on=FILE and corpus=DIR were both given; leave one of them out")
+            content = read_text_file(as_path(on, "on", "give the path of a text"))
+            return CommonText(str(on), len(content), is_one, [content])
+        found = {run.config.corpus.path if run.config.corpus else None for run in runs}
+        if corpus is None and (len(found) > 1 or None in found):
+            names = " and ".join(sorted(name or "a corpus that is not recorded" for name in found))
+            raise UserError(f"the runs were trained on {names}, so no text is common; give on=FILE or corpus=DIR")
+        opened = Corpus.open(corpus or next(iter(found)) or "")
+        text = opened.split(split, verify=True)
+        tokens_K, name = text.first(max_tokens), f"{opened.path}, {text.name}"
+        starts_N = text.document_starts[text.document_starts < len(tokens_K)]
+        if is_one and not describe_difference(opened.tokenizer, tokenizers[0]):
+            return CommonText(name, text.bytes_per_token * len(tokens_K), is_one, (), tokens_K, starts_N)
+        if not opened.tokenizer.is_lossless:
+            raise UserError(
+                f"the tokenizer of {opened.path} is not that of all runs, and does not give back the text exactly; "
+                "give the text itself: on=FILE"
+            )
+        ends = [*starts_N.tolist()[1:], len(tokens_K)]
+        spans = zip(starts_N.tolist(), ends, strict=True)
+        documents = [opened.tokenizer.decode_bytes(tokens_K[start:end]) for start, end in spans]
+        return CommonText(name, sum(map(len, documents)), is_one, documents)
+
+    def read_by(self, run: Run, progress: ProgressCallback | None = None) -> _Losses:
+        """Return the losses of a run, which reads the text as `evaluate` does."""
+        tokens_K, starts_N = self.tokens_K, self.starts_N
+        if tokens_K is None or starts_N is None:
+            parts = [encode_text(run.tokenizer, self.name, content) for content in self.documents]
+            tokens_K, starts_N = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+        check_token_ids(tokens_K, run.model.config.vocab_size)
+        plan, bytes_per_token = EvaluationPlan.of_run(run), self.num_bytes / len(tokens_K)
+
+        def advance(num_tokens: int) -> None:
+            if progress:
+                progress(round(num_tokens * bytes_per_token))
+
+        text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N)
+        nats_K = losses_in_order(plan.model_of(run), text, plan, advance)
+        is_end_K = np.concatenate([run.tokenizer.is_newline_V[chunk_K] for chunk_K in chunks(tokens_K)])
+        is_end_K[[*(int(start) - 1 for start in starts_N[1:]), -1]] = True
+        lines = np.add.reduceat(nats_K, [0, *(np.flatnonzero(is_end_K)[:-1] + 1)])
+        return _Losses(nats_K, np.add.reduceat(nats_K, starts_N.astype(np.int64)), lines, plan)
+
+
+@dataclass(frozen=True, eq=False)
+class _Losses:
+    """The losses of a run in nats: of the tokens, the documents and the lines of a text."""
+
+    tokens: Floats
+    documents: Floats
+    lines: Floats
+    plan: EvaluationPlan
+
+
+def compare_runs(
+    runs: Sequence[Path | str],
+    text: CommonText | None = None,
+    *,
+    device: str = "auto",
+    progress: ProgressCallback | None = None,
+) -> RunComparison:
+    """Compare runs: the settings that differ, and, if a text is given, their losses on it.
+
+        runs = ["runs/a", "runs/b"]
+        compare_runs(runs, CommonText.open([RunRecord.read(run) for run in runs], on="page.txt")).losses
+
+    Args:
+        runs: folders of two runs or more.
+        text: a text that all can read, or None to load no weights. Each run reads it as `evaluate` does, with its own
+            settings of evaluation and the memory length that was measured for it.
+        device: as for `load`.
+        progress: called with the number of bytes scored since the last call.
+
+    Raises:
+        UserError: fewer than two runs were given, one is no run or is given twice, or for the reasons of `load` and
+            `evaluate`.
+    """
+    records = named_records(runs)
+    if len(records) < 2:
+        raise UserError("a comparison needs two runs or more; give their folders, such as runs/a runs/b")
+    flat = [flatten(_settings_of(run.config.model_dump(mode="json"))) for run in records.values()]
+    for values, run in zip(flat, records.values(), strict=True):
+        values["changes"] = "; ".join(map(str, run.config.history)) or None
+    names = dict.fromkeys(name for values in flat for name in values)
+    settings = {name: [values.get(name) for values in flat] for name in names}
+    settings = {name: values for name, values in settings.items() if len(set(map(json.dumps, values))) > 1}
+    if text is None:
+        return RunComparison(records, settings, [])
+    read = list[_Losses]()
+    for record in records.values():
+        run = load(record.path, device=device)
+        read.append(text.read_by(run, progress))
+        del run  # so that one model at a time is in memory
+    losses = [
+        {
+            "run": name,
+            "tokens": len(one.tokens),
+            "nats_per_token": float(one.tokens.mean()),
+            "bits_per_byte": float(one.tokens.sum()) / math.log(2) / text.num_bytes,
+            "memory_length": one.plan.context_limits.memory_length,
+        }
+        for name, one in zip(records, read, strict=True)
+    ]
+    measure = "nats_per_token" if text.is_one_tokenizer else "bits_per_byte"
+    units = _add_differences(losses, read, text, measure)
+    return RunComparison(records, settings, losses, measure, f"{text.name}; {units}")
+
+
+def named_records(runs: Sequence[Path | str]) -> dict[str, RunRecord]:
+    """Read the records of runs, by the name of the folder, or its path where two have one name.
+
+    Raises:
+        UserError: one is no run, is damaged, or is given twice.
+    """
+    paths = [as_path(run, "run", "give the folder of a run") for run in runs]
+    names = [path.resolve().name for path in paths]
+    names = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{twice} was given twice; list each run once")
+    return {name: RunRecord.read(path) for name, path in zip(names, paths, strict=True)}
+
+
+def _settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without what follows from others."""
+    corpus = config["corpus"] and config["corpus"]["path"]
+    return {**{name: value for name, value in config.items() if name != "history"}, "corpus": corpus}
+
+
+def _add_differences(losses: list[dict[str, Any]], read: list[_Losses], text: CommonText, measure: str) -> str:
+    """Add to the rows the differences from the first, with intervals; return what was resampled."""
+    if text.is_one_tokenizer:
+        units, nats_SN, scale = "segments", [one.tokens for one in read], 1.0
+        size_N, min_size = np.ones(len(read[0].tokens)), _MIN_TOKENS
+    else:
+        units, nats_SN, scale = "groups of documents", [one.documents for one in read], 1 / math.log(2)
+        sizes, min_size = [len(content) for content in text.documents], _MIN_BYTES
+        ends = [len(line) + 1 for content in text.documents for line in content.removesuffix(b"\n").split(b"\n")]
+        if len(sizes) < _MIN_UNITS and all(len(one.lines) == len(ends) for one in read):
+            units, nats_SN, sizes = "groups of lines", [one.lines for one in read], ends
+        size_N = np.array(sizes, dtype=np.float64)
+    num_units = min(_MAX_UNITS, len(size_N), int(size_N.sum() / min_size))
+    # consecutive ones form units of about one size
+    unit_N = ((size_N.cumsum() - size_N) * max(1, num_units) / size_N.sum()).astype(np.int64)
+    size_U = np.bincount(unit_N, size_N)
+    delta_SU = np.array([np.bincount(unit_N, nats_N - nats_SN[0]) for nats_N in nats_SN])[:, size_U > 0]
+    size_U = size_U[size_U > 0]
+    delta_S = [row[measure] - losses[0][measure] for row in losses]
+    low_S = high_S = [None] * len(losses)
+    if len(size_U) >= _MIN_UNITS:
+        means_SB = scale * bootstrap_means(delta_SU, size_U)
+        low_S, high_S = np.percentile(means_SB, [2.5, 97.5], axis=1).tolist()
+    for row, delta, low, high in list(zip(losses, delta_S, low_S, high_S, strict=True))[1:]:
+        row |= {"difference": delta, "difference_low": low, "difference_high": high}
+    size = f"{min_size} {'tokens' if text.is_one_tokenizer else 'bytes'} or more"
+    if len(size_U) < _MIN_UNITS:
+        return f"no interval, as it has fewer than {_MIN_UNITS} {units} of {size}"
+    return f"paired bootstrap over {len(size_U):,} {units} of {size}"
