@@ -180,23 +180,30 @@ void pack_rows(P* to, int64_t offset, const T* from, int64_t rows, int64_t colum
   }
 }
 
-}  // namespace
-
-// For float64 alone, which oneDNN does not have
-static void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const double* A,
-             const double* B, double* C) {
+// For float64, which oneDNN does not have, and for float32 where torch does not have oneDNN's product
+template <class X>
+void product_by_loops(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A,
+                      const X* B, X* C) {
   for (int64_t m = 0; m < M; m++) {
-    double* c = C + m * ldc;
-    if (!add) std::memset(c, 0, N * sizeof(double));
+    X* c = C + m * ldc;
+    if (!add) std::memset(c, 0, N * sizeof(X));
     for (int64_t k = 0; k < K; k++) {
-      const double a = A[m * lda + k], *b = B + k * ldb;
+      const X a = A[m * lda + k], *b = B + k * ldb;
 #pragma omp simd
       for (int64_t n = 0; n < N; n++) c[n] += a * b[n];
     }
   }
 }
-
-namespace {
+template <class X, class A>
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* a, const X* b,
+             A* c) {
+  if constexpr (std::is_same_v<X, bf16>)
+    bfloat16_product(M, N, K, lda, ldb, ldc, add, a, b, c, true);
+  else if (std::is_same_v<X, double> || !float_product)
+    product_by_loops(M, N, K, lda, ldb, ldc, add, a, b, c);
+  else if constexpr (std::is_same_v<X, float>)
+    float_product(M, N, K, lda, ldb, ldc, add, a, b, c, false);
+}
 
 // Products whose second operand has many columns, and products that sum over many; in chunks, so that shapes are few
 template <class P, class A>
