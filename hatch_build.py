@@ -37,9 +37,9 @@ class NativeBuildHook(BuildHookInterface):
             raise SystemExit(f"{error}: TXL_NATIVE_WHEEL=1 needs torch; use `python -m hatchling build`") from None
         finally:
             sys.path.pop(0)
-        self.folder = tempfile.TemporaryDirectory()
-        content = build.compile_for_wheel(Path(self.folder.name))
+        content = build.compile_for_wheel()
         check_symbols(content)
+        self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name, build.IN_WHEEL.name)
         library.write_bytes(content)
         build_data["force_include"][str(library)] = "transformer_xl/ops/native/" + library.name

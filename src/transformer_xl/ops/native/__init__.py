@@ -65,8 +65,10 @@ def _load() -> NativeStatus:
         description = operators.prepare(build.has_avx512(), True)
         if library == build.IN_WHEEL:
             description += ", from the wheel"
-    except (UserError, OSError, RuntimeError) as error:
+    except (UserError, RuntimeError) as error:
         return NativeStatus(None, f"not used: {error}")
+    except OSError as error:  # torch names the file, and the linker's error, its cause, says what is missing
+        return NativeStatus(None, f"not used: {error.__cause__ or error}; to build another: {build.COMMAND}")
     _register()
     return NativeStatus(operators, description)
 

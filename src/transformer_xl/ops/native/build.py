@@ -173,18 +173,15 @@ def _compiler() -> list[str]:
     raise UserError("no C++ compiler was found; install g++ or clang, or name one: CXX=... " + COMMAND)
 
 
-def compile_for_wheel(where: Path) -> bytes:
+def compile_for_wheel() -> bytes:
     """Return the library that a wheel carries: for every torch from 2.11 on, and the C libraries of manylinux_2_28.
-
-    Args:
-        where: a folder for temporary files.
 
     Raises:
         UserError: the operators cannot run here, there is no g++, or it fails.
     """
     if reason := unsupported():
         raise UserError(f"native operators cannot be tried here: {reason}")
-    return _compile(_compiler(), where, time.monotonic() + _TIMEOUT, _PORTABLE, ["-s"])
+    return _compile(_compiler(), Path(tempfile.gettempdir()), time.monotonic() + _TIMEOUT, _PORTABLE, ["-s"])
 
 
 def _compile(

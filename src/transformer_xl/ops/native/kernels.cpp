@@ -180,19 +180,34 @@ void pack_rows(P* to, int64_t offset, const T* from, int64_t rows, int64_t colum
   }
 }
 
-// For float64, which oneDNN does not have, and for float32 where torch does not have oneDNN's product
+// For float64, which oneDNN does not have, and for float32 where torch does not have oneDNN's product. Each sum is in the
+// order of K; those of a tile are in registers.
+template <int64_t rows, class X>
+void tile_product(int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A, const X* B, X* C) {
+  constexpr int64_t kWidth = 128 / sizeof(X);
+  for (int64_t n = 0; n < N; n += kWidth) {
+    const int64_t width = smaller(kWidth, N - n);
+    X sums[rows][kWidth] = {};
+    if (add)
+      for (int64_t m = 0; m < rows; m++)
+        for (int64_t j = 0; j < width; j++) sums[m][j] = C[m * ldc + n + j];
+    const auto accumulate = [&](int64_t columns) {
+      for (int64_t k = 0; k < K; k++)
+        for (int64_t m = 0; m < rows; m++)
+#pragma omp simd
+          for (int64_t j = 0; j < columns; j++) sums[m][j] += A[m * lda + k] * B[k * ldb + n + j];
+    };
+    width == kWidth ? accumulate(kWidth) : accumulate(width);
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t j = 0; j < width; j++) C[m * ldc + n + j] = sums[m][j];
+  }
+}
 template <class X>
 void product_by_loops(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A,
                       const X* B, X* C) {
-  for (int64_t m = 0; m < M; m++) {
-    X* c = C + m * ldc;
-    if (!add) std::memset(c, 0, N * sizeof(X));
-    for (int64_t k = 0; k < K; k++) {
-      const X a = A[m * lda + k], *b = B + k * ldb;
-#pragma omp simd
-      for (int64_t n = 0; n < N; n++) c[n] += a * b[n];
-    }
-  }
+  int64_t m = 0;
+  for (; m + 4 <= M; m += 4) tile_product<4>(N, K, lda, ldb, ldc, add, A + m * lda, B, C + m * ldc);
+  for (; m < M; m++) tile_product<1>(N, K, lda, ldb, ldc, add, A + m * lda, B, C + m * ldc);
 }
 template <class X, class A>
 void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* a, const X* b,
