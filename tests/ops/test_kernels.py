@@ -23,7 +23,7 @@ from tensors import assert_same_tensors, named_gradients
 from transformer_xl.config import UserError
 from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.ops.kernels.reference import attention_terms, weighted_values
-from transformer_xl.ops.native import operators
+from transformer_xl.ops.native import build, operators
 
 BATCH, HEADS, WIDTH = 2, 3, 5  # WIDTH: H
 ON_CPU = [
@@ -351,6 +351,25 @@ def test_native_kernel_has_the_same_numbers_with_any_number_of_threads(dtype, dr
         torch.set_num_threads(before)
     for other in results[1:]:
         assert_same_tensors(other, results[0], atol=0)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_kernel_computes_the_same_where_torch_does_not_have_onednn_s_products(dtype):
+    """They are outside torch's stable interface, so a later torch may not have them."""
+    tensors, results = random_inputs(70, 91, None).tensors(), []
+    try:
+        for with_onednn in (False, True):
+            description = operators().prepare(build.has_avx512(), with_onednn)
+            assert ("without oneDNN" in description) is not with_onednn
+            inputs = AttentionInputs(*(tensor.detach().to(dtype).requires_grad_() for tensor in tensors))
+            out_BTNH = KERNELS["native"].attend(inputs, AttentionMask(torch.tensor([90, 17])), 0.0)
+            results.append(with_gradients(out_BTNH, inputs, out_BTNH.float().pow(2).sum()))
+    finally:
+        operators().prepare(build.has_avx512(), True)
+    for name, tensor in results[0].items():
+        error = (tensor - results[1][name]).float().norm() / results[1][name].float().norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-2), name
 
 
 @needs_native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import zipfile
 from email.message import Message
 from email.parser import BytesParser
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import transformer_xl
+from transformer_xl.ops.native import build
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +69,30 @@ def test_citation_has_the_version_and_license_of_the_wheel(wheel):
     expected = metadata(wheel)
     assert citation == {"version": expected["Version"], "license": expected["License-Expression"]}
     assert expected["Version"] == transformer_xl.__version__
+
+
+def test_version_is_written_once_and_no_address_of_the_repository_is_invented(wheel):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" not in project
+    assert project["dynamic"] == ["version"]
+    expected = [f"{name}, {address}" for name, address in project["urls"].items()]
+    assert metadata(wheel).get_all("Project-URL") == expected
+    assert set(project["urls"]) <= {"Paper", "Repository"}
+
+
+@pytest.mark.parametrize("symbol", [b"GLIBC_2.27", b"GLIBC_2.29", b"GLIBCXX_3.4.29"])
+def test_wheel_with_operators_is_for_a_platform_that_has_their_symbols(symbol, tmp_path, monkeypatch):
+    """The library is none; `python -m hatchling build` compiles one."""
+    builders = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling, of the extra dev")
+    library = b"\x7fELF\0GLIBC_2.2.5\0GLIBCXX_3.4.21\0" + symbol + b"\0"
+    monkeypatch.setenv("TXL_NATIVE_WHEEL", "1")
+    monkeypatch.setattr(build, "compile_for_wheel", lambda: library)
+    built = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    if symbol != b"GLIBC_2.27":
+        with pytest.raises(SystemExit, match=f"needs {symbol.decode()}, which py3-none-manylinux_2_28_x86_64 does not"):
+            next(built)
+        return
+    (path,) = built
+    assert Path(path).name == f"transformer_xl-{transformer_xl.__version__}-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("transformer_xl/ops/native/operators.so") == library

@@ -34,9 +34,10 @@ float widen(bf16 x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x.b
 
 template <class X>
 void multiply(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A, const X* B,
-              float* C) {
+              float* C, bool packed) {
   const int64_t pair = sizeof(X) == 2 ? 2 : 1;
   require(K % pair == 0, "a product ends in the middle of a pair");
+  require(packed == (pair == 2), "a product is packed in another way");
   for (int64_t m = 0; m < M; m++)
     for (int64_t n = 0; n < N; n++) {
       float sum = add ? C[m * ldc + n] : 0;
@@ -47,14 +48,8 @@ void multiply(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t
 
 }  // namespace
 
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* A,
-             const float* B, float* C) {
-  multiply(M, N, K, lda, ldb, ldc, add, A, B, C);
-}
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const bf16* A,
-             const bf16* B, float* C) {
-  multiply(M, N, K, lda, ldb, ldc, add, A, B, C);
-}
+Product<float> float_product = multiply<float>;
+Product<bf16> bfloat16_product = multiply<bf16>;
 
 namespace {
 

@@ -40,7 +40,7 @@ class DecodeTables:
     weights: list[Tensor]
     """Of each layer, in the operator's order."""
     biases: list[Tensor]
-    """u and w of each layer."""
+    """u and w of each layer, in `dtype`."""
     eps: list[float]
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
     norm_first: bool
@@ -103,7 +103,7 @@ def decode_tables(
         attention, weights, norms = parts
         found.position_keys.append(attention.position_keys)
         found.weights.extend(weights)
-        found.biases.extend([pair.content_NH, pair.position_NH])
+        found.biases.extend(bias.detach().to(dtype) for bias in (pair.content_NH, pair.position_NH))
         found.eps.extend(0.0 if isinstance(norm, nn.Identity) else float(norm.eps) for norm in norms)
     per_layer = len(found.weights) // len(found.position_keys)
     of_matrices = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer < _MATRICES}

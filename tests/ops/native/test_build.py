@@ -203,3 +203,30 @@ def test_built_library_is_used_until_it_is_altered_or_switched_off(
     assert reloaded(monkeypatch).text.endswith("is damaged; build again: txl info --build-native")
     assert build.build().startswith("native operators built in ")
     assert library.exists()
+
+
+@needs_native
+def test_library_of_a_wheel_is_used_if_it_loads_and_none_was_built(folder: Path, tmp_path: Path) -> None:
+    """In another process, because torch takes the operators' names once."""
+    assert LIBRARY is not None
+    library, damaged = tmp_path / "operators.so", tmp_path / "damaged.so"
+    library.write_bytes(LIBRARY.read_bytes())
+    damaged.write_bytes(b"no library")
+    code = """if True:
+        import sys, torch
+        from pathlib import Path
+        from transformer_xl.ops import dropout, native
+        for path in sys.argv[1:]:
+            native._status, native.build.IN_WHEEL = None, Path(path)
+            print(native.status().text, dropout.fastest_dropout_kernel(), sep=": ")
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
+    command = [sys.executable, "-c", code, str(damaged), str(library)]
+    first, second = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert first.startswith(f"not used: {damaged}: ")
+    assert first.endswith("; to build another: txl info --build-native: torch")
+    assert second.startswith("AVX")
+    assert second.endswith(", from the wheel: native")
+    assert not folder.exists()

@@ -4,7 +4,8 @@
     native.build.build()   compiles them; only `txl info --build-native` does
 
 The package works whole without them: `ops/kernels/cpu.py` and torch compute the same. They are loaded once in a
-process, when first asked for. TXL_NATIVE=0 in the environment switches them off.
+process, when first asked for: those built on this computer, else those of the wheel. TXL_NATIVE=0 in the environment
+switches them off.
 
 `tensors` are those of `AttentionInputs`, in that order. Shape suffixes: B batch size, T queries, N heads, H head width.
 """
@@ -37,7 +38,7 @@ _status: NativeStatus | None = None  # a functools.cache would make torch.compil
 
 
 def status() -> NativeStatus:
-    """Load the operators if they were built for this torch, and return them; nothing is compiled."""
+    """Load the operators if they were built for this torch or came in the wheel; nothing is compiled."""
     global _status
     if _status is None:
         _status = _load()
@@ -51,15 +52,23 @@ def _load() -> NativeStatus:
         return NativeStatus(None, f"not used: {reason}")
     try:
         record = build.find_record()
-        if record is None:
+        if record is not None and record.library is not None:
+            library = build.library_path(record)
+        elif build.IN_WHEEL.exists():
+            library = build.IN_WHEEL
+        elif record is None:
             return NativeStatus(None, f"not built; faster with: {build.COMMAND}")
-        if record.library is None:
+        else:
             return NativeStatus(None, f"the build failed ({record.failure}); to try again: {build.COMMAND}")
-        torch.ops.load_library(str(build.library_path(record)))
+        torch.ops.load_library(str(library))
         operators = torch.ops.transformer_xl_native
-        description = operators.description()
-    except (UserError, OSError, RuntimeError) as error:
+        description = operators.prepare(build.has_avx512(), True)
+        if library == build.IN_WHEEL:
+            description += ", from the wheel"
+    except (UserError, RuntimeError) as error:
         return NativeStatus(None, f"not used: {error}")
+    except OSError as error:  # torch names the file, and the linker's error, its cause, says what is missing
+        return NativeStatus(None, f"not used: {error.__cause__ or error}; to build another: {build.COMMAND}")
     _register()
     return NativeStatus(operators, description)
 

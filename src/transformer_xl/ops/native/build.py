@@ -1,4 +1,4 @@
-"""Compiles the native operators, into a folder that only this user can write to.
+"""Compiles the native operators, into a folder that only this user can write to, or for a wheel.
 
 The folder has a record (`NAME.json`) for each combination of sources, flags and torch version, which are its name. It
 is written last: it says which library was built, by which compiler, or why there is none. So a library is used whole or
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +47,9 @@ _UNITS = {  # flags of each file that is compiled
     "avx512": ("kernels.cpp", (*_AVX512, "-DTXL_KERNELS=avx512_kernels")),
     "operators": ("operators.cpp", ()),
 }
+_PORTABLE = {**_UNITS, "portable": ("portable.cpp", ())}
+IN_WHEEL = _SOURCES / "operators.so"
+"""The library of a wheel that carries one, for every torch from 2.11 on. It is trusted as the Python code beside it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,13 @@ def unsupported() -> str | None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return "the processor has no AVX2"
     return None
+
+
+def has_avx512() -> bool:
+    """Return whether torch uses AVX512 here, which ATEN_CPU_CAPABILITY limits."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def find_record() -> BuildRecord | None:
@@ -163,26 +173,46 @@ def _compiler() -> list[str]:
     raise UserError("no C++ compiler was found; install g++ or clang, or name one: CXX=... " + COMMAND)
 
 
-def _compile(command: Sequence[str], where: Path, end: float) -> bytes:
+def compile_for_wheel() -> bytes:
+    """Return the library that a wheel carries: for every torch from 2.11 on, and the C libraries of manylinux_2_28.
+
+    Raises:
+        UserError: the operators cannot run here, there is no g++, or it fails.
+    """
+    if reason := unsupported():
+        raise UserError(f"native operators cannot be tried here: {reason}")
+    return _compile(_compiler(), Path(tempfile.gettempdir()), time.monotonic() + _TIMEOUT, _PORTABLE, ["-s"])
+
+
+def _compile(
+    command: Sequence[str],
+    where: Path,
+    end: float,
+    units: Mapping[str, tuple[str, Sequence[str]]] = _UNITS,
+    link_flags: Sequence[str] = (),
+) -> bytes:
     """Compile and link the operators in a temporary folder, try them in another process, and return the library."""
     import torch
 
     torch_folder = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    # paths of this computer would be in messages
+    common = [*_COMMON, f"-ffile-prefix-map={_SOURCES}=native", f"-ffile-prefix-map={torch_folder}=torch"]
     with tempfile.TemporaryDirectory(prefix=".build.partial-", dir=where) as name:
         temporary = Path(name)
-        objects = [temporary / f"{unit}.o" for unit in _UNITS]
+        objects = [temporary / f"{unit}.o" for unit in units]
         commands = [
-            [*command, *_COMMON, abi, *flags, "-isystem", str(torch_folder / "include"), "-c", str(_SOURCES / source)]
-            for source, flags in _UNITS.values()
+            [*command, *common, *flags, "-isystem", str(torch_folder / "include"), "-c", str(_SOURCES / source)]
+            for source, flags in units.values()
         ]
         _run_all([[*words, "-o", str(path)] for words, path in zip(commands, objects, strict=True)], end)
-        library = temporary / "library.so"
+        library, exports = temporary / "library.so", temporary / "exports"
+        exports.write_text("{ local: *; };")  # torch is told of the operators when the library is loaded
         # without -fopenmp: functions of OpenMP are those of torch's own library, which has the threads
-        link = ["-shared", "-o", str(library), *map(str, objects), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _run_all([[*command, *link]], end)
-        trial = f"import torch; torch.ops.load_library({str(library)!r}); torch.ops.transformer_xl_native.description()"
-        _run_all([[sys.executable, "-c", trial]], end)
+        link = ["-shared", "-o", str(library), *map(str, objects), f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+        # -z now: what a torch lacks is found when the library is loaded
+        _run_all([[*command, *link, f"-Wl,-z,now,--version-script={exports}", *link_flags]], end)
+        trial = f"import torch; torch.ops.load_library({str(library)!r}); torch.ops.transformer_xl_native.prepare"
+        _run_all([[sys.executable, "-c", f"{trial}({has_avx512()}, True)"]], end)
         return read_bytes(library)
 
 

@@ -180,23 +180,45 @@ void pack_rows(P* to, int64_t offset, const T* from, int64_t rows, int64_t colum
   }
 }
 
-}  // namespace
-
-// For float64 alone, which oneDNN does not have
-static void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const double* A,
-             const double* B, double* C) {
-  for (int64_t m = 0; m < M; m++) {
-    double* c = C + m * ldc;
-    if (!add) std::memset(c, 0, N * sizeof(double));
-    for (int64_t k = 0; k < K; k++) {
-      const double a = A[m * lda + k], *b = B + k * ldb;
+// For float64, which oneDNN does not have, and for float32 where torch does not have oneDNN's product. Each sum is in the
+// order of K; those of a tile are in registers.
+template <int64_t rows, class X>
+void tile_product(int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A, const X* B, X* C) {
+  constexpr int64_t kWidth = 128 / sizeof(X);
+  for (int64_t n = 0; n < N; n += kWidth) {
+    const int64_t width = smaller(kWidth, N - n);
+    X sums[rows][kWidth] = {};
+    if (add)
+      for (int64_t m = 0; m < rows; m++)
+        for (int64_t j = 0; j < width; j++) sums[m][j] = C[m * ldc + n + j];
+    const auto accumulate = [&](int64_t columns) {
+      for (int64_t k = 0; k < K; k++)
+        for (int64_t m = 0; m < rows; m++)
 #pragma omp simd
-      for (int64_t n = 0; n < N; n++) c[n] += a * b[n];
-    }
+          for (int64_t j = 0; j < columns; j++) sums[m][j] += A[m * lda + k] * B[k * ldb + n + j];
+    };
+    width == kWidth ? accumulate(kWidth) : accumulate(width);
+    for (int64_t m = 0; m < rows; m++)
+      for (int64_t j = 0; j < width; j++) C[m * ldc + n + j] = sums[m][j];
   }
 }
-
-namespace {
+template <class X>
+void product_by_loops(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A,
+                      const X* B, X* C) {
+  int64_t m = 0;
+  for (; m + 4 <= M; m += 4) tile_product<4>(N, K, lda, ldb, ldc, add, A + m * lda, B, C + m * ldc);
+  for (; m < M; m++) tile_product<1>(N, K, lda, ldb, ldc, add, A + m * lda, B, C + m * ldc);
+}
+template <class X, class A>
+void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* a, const X* b,
+             A* c) {
+  if constexpr (std::is_same_v<X, bf16>)
+    bfloat16_product(M, N, K, lda, ldb, ldc, add, a, b, c, true);
+  else if (std::is_same_v<X, double> || !float_product)
+    product_by_loops(M, N, K, lda, ldb, ldc, add, a, b, c);
+  else if constexpr (std::is_same_v<X, float>)
+    float_product(M, N, K, lda, ldb, ldc, add, a, b, c, false);
+}
 
 // Products whose second operand has many columns, and products that sum over many; in chunks, so that shapes are few
 template <class P, class A>

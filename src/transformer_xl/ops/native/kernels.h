@@ -90,11 +90,12 @@ struct Kernels {
 };
 extern const Kernels avx2_kernels, avx512_kernels;
 
-// C (M, N) = A (M, K) B (K, N), or added to C, by oneDNN through torch. B of bfloat16 is packed: rows in pairs, whose
-// numbers alternate.
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* A,
-             const float* B, float* C);
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const bf16* A,
-             const bf16* B, float* C);
+// C (M, N) = A (M, K) B (K, N), or added to C, by oneDNN through torch; null where it is not to be had. B of bfloat16 is
+// packed: rows in pairs, whose numbers alternate.
+template <class X>
+using Product = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const X* A,
+                         const X* B, float* C, bool packed);
+extern Product<float> float_product;
+extern Product<bf16> bfloat16_product;
 
 }  // namespace txl

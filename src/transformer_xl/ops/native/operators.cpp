@@ -1,175 +1,246 @@
 // The operators as torch sees them: checks of the inputs, choice of the instruction set, threads.
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/native/CPUBlas.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
+//
+// Of torch only the stable interface of 2.11 is used: C functions, which every later version keeps, and headers alone. So
+// one library is for all of these versions.
+#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 
 #include "kernels.h"
+
+namespace c10 {
+struct BFloat16;
+}
+// oneDNN's products are outside the stable interface: the addresses of weak symbols are null where torch has them no more
+namespace at::native::cpublas {
+[[gnu::weak]] void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const float*, const float*, float*,
+                          bool);
+[[gnu::weak]] void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const c10::BFloat16*,
+                          const c10::BFloat16*, float*, bool);
+[[gnu::weak]] void brgemm_release(bool);
+}  // namespace at::native::cpublas
 
 namespace txl {
 namespace blas = at::native::cpublas;
 
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* A,
-             const float* B, float* C) {
-  blas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, false);
-}
-void product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add, const bf16* A,
-             const bf16* B, float* C) {
-  blas::brgemm(M, N, K, lda, ldb, ldc, add, reinterpret_cast<const at::BFloat16*>(A),
-               reinterpret_cast<const at::BFloat16*>(B), C, true);
-}
+Product<float> float_product = nullptr;
+Product<bf16> bfloat16_product = nullptr;
 
 namespace {
 
-using at::Tensor;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Tensors = std::vector<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-const Kernels& kernels() {  // torch's choice, which ATEN_CPU_CAPABILITY limits
-  static const bool wide = at::get_cpu_capability() == "AVX512";
-  return wide ? avx512_kernels : avx2_kernels;
+void require(bool holds, const char* message) {
+  if (!holds) throw std::runtime_error(message);
 }
 
-// Whether oneDNN multiplies bfloat16 here in hardware
-bool multiplies_bfloat16() {
-  static const bool result = [] {
-    __builtin_cpu_init();
-    if (at::get_cpu_capability() != "AVX512" || !__builtin_cpu_supports("avx512bf16")) return false;
-    std::vector<bf16> ones(32 * 32, bf16{0x3f80});
-    std::vector<float> out(32 * 32);
-    try {
-      product(32, 32, 32, 32, 32, 32, false, ones.data(), ones.data(), out.data());
-    } catch (const std::exception&) {  // torch's or oneDNN's own: limited by ONEDNN_MAX_CPU_ISA, or oneDNN is switched off
-      return false;
+// Whether a product of small integers is what it must be
+template <class X>
+bool multiplies(Product<X> product) {
+  constexpr int64_t n = 32, pair = sizeof(X) == 2 ? 2 : 1;
+  const auto number = [](int64_t i) {
+    const float x = static_cast<float>(i);
+    if constexpr (pair == 1) return x;
+    else return bf16{static_cast<uint16_t>(__builtin_bit_cast(uint32_t, x) >> 16)};
+  };
+  if (!product || !blas::brgemm_release) return false;
+  std::vector<X> a(n * n), b(n * n);
+  std::vector<float> c(n * n, 1.f);
+  for (int64_t m = 0; m < n; m++)
+    for (int64_t k = 0; k < n; k++) {
+      a[m * n + k] = number((m + 3 * k) % 7);
+      b[(k / pair * n + m) * pair + k % pair] = number((5 * k + m) % 11);
     }
-    blas::brgemm_release(true);
-    return out[0] == 32;
-  }();
-  return result;
-}
-std::string description() {
-  return at::get_cpu_capability() + (multiplies_bfloat16() ? ", bfloat16 products" : ", bfloat16 products in float32");
+  try {
+    product(n, n, n, n, n, n, true, a.data(), b.data(), c.data(), pair == 2);
+    blas::brgemm_release(pair == 2);
+  } catch (const std::exception&) {  // torch's or oneDNN's own: limited by ONEDNN_MAX_CPU_ISA, or oneDNN is switched off
+    return false;
+  }
+  for (int64_t i = 0; i < n * n; i++) {
+    int64_t sum = 1;
+    for (int64_t k = 0; k < n; k++) sum += (i / n + 3 * k) % 7 * ((5 * k + i % n) % 11);
+    if (c[i] != static_cast<float>(sum)) return false;
+  }
+  return true;
 }
 
-const Format& format_of(const Tensor& q) {
-  switch (q.scalar_type()) {
-    case at::kFloat: return kernels().float32;
-    case at::kDouble: return kernels().float64;
-    case at::kBFloat16: return multiplies_bfloat16() ? kernels().bfloat16 : kernels().bfloat16_widened;
-    default: TORCH_CHECK(false, "no native operator for ", q.scalar_type());
+const Kernels* kernels = nullptr;
+
+// Choose the instructions, and torch's functions if `onednn`; returns what was chosen. Before it, nothing is computed.
+std::string prepare(bool avx512, bool onednn) {
+  __builtin_cpu_init();
+  float_product = onednn ? static_cast<Product<float>>(blas::brgemm) : nullptr;
+  using Brgemm = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const c10::BFloat16*,
+                          const c10::BFloat16*, float*, bool);
+  // whether oneDNN multiplies bfloat16 here in hardware
+  const bool has_bfloat16 = onednn && avx512 && __builtin_cpu_supports("avx512bf16");
+  bfloat16_product = has_bfloat16 ? reinterpret_cast<Product<bf16>>(static_cast<Brgemm>(blas::brgemm)) : nullptr;
+  if (!multiplies(float_product)) float_product = nullptr;
+  if (!multiplies(bfloat16_product)) bfloat16_product = nullptr;
+  kernels = avx512 ? &avx512_kernels : &avx2_kernels;
+  return std::string(avx512 ? "AVX512" : "AVX2") + (float_product ? "" : ", without oneDNN") +
+         (bfloat16_product ? ", bfloat16 products" : ", bfloat16 products in float32");
+}
+
+const Format& format_of(ScalarType type) {
+  require(kernels, "the native operators are not prepared");
+  switch (type) {
+    case ScalarType::Float: return kernels->float32;
+    case ScalarType::Double: return kernels->float64;
+    case ScalarType::BFloat16: return bfloat16_product ? kernels->bfloat16 : kernels->bfloat16_widened;
+    default: throw std::runtime_error("no native operator for this dtype");
   }
+}
+
+Tensor empty(Sizes sizes, ScalarType type) { return torch::stable::empty(sizes, type); }
+Tensor made_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+uint64_t number_of(const OptionalTensor& seed) {
+  require(seed && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, "dropout needs a seed");
+  return static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
 }
 
 // `kept` makes it the backward pass of dropout with ReLU, see Dropout
 Tensor dropout(const Tensor& x, const OptionalTensor& seed, double p, bool relu, const OptionalTensor& kept) {
-  const Tensor input = x.contiguous();
-  const Tensor other = kept ? kept->contiguous() : Tensor();
-  TORCH_CHECK(p > 0 && p < 1 && (kept || (seed && seed->scalar_type() == at::kLong)), "dropout needs a seed, and p inside 0 and 1");
-  TORCH_CHECK(!kept || (other.sizes() == x.sizes() && other.scalar_type() == x.scalar_type()), "wrong result of dropout");
-  Tensor result = at::empty(x.sizes(), x.options());
+  const Tensor input = made_contiguous(x), other = kept ? made_contiguous(*kept) : input;
+  require(p > 0 && p < 1, "dropout needs p inside 0 and 1");
+  require(other.sizes().equals(x.sizes()) && other.scalar_type() == x.scalar_type(), "wrong result of dropout");
+  const Tensor result = empty(x.sizes(), x.scalar_type());
   const Dropout z{input.const_data_ptr(), kept ? other.const_data_ptr() : nullptr, result.data_ptr(), x.numel(), p,
-                  kept ? 0 : static_cast<uint64_t>(seed->item<int64_t>()), relu};
-  const Format& format = format_of(x);
-  at::parallel_for(0, (z.count + z.kUnit - 1) / z.kUnit, 2, [&](int64_t from, int64_t to) {
+                  kept ? 0 : number_of(seed), relu};
+  const Format& format = format_of(x.scalar_type());
+  torch::stable::parallel_for(0, (z.count + z.kUnit - 1) / z.kUnit, 2, [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; task++) format.drop(z, task);
   });
   return result;
 }
 
-View view(const Tensor& x) {
-  const auto s = x.strides();
-  void* data = const_cast<void*>(x.const_data_ptr());
-  if (x.dim() == 4) return {data, s[0], s[1], s[2], s[3]};
-  return x.dim() == 3 ? View{data, 0, s[0], s[1], s[2]} : View{data, 0, 0, s[0], s[1]};
+// A tensor (B, X, N, H), (X, N, H) or (N, H) as the kernels read it
+struct Strided {
+  View view;
+  ScalarType type;
+  int64_t dim, B, X, N, H;
+};
+Strided strided(const Tensor& x) {
+  const Sizes sizes = x.sizes(), strides = x.strides();
+  const int64_t dim = static_cast<int64_t>(sizes.size());
+  require(dim >= 2 && dim <= 4, "wrong number of dimensions");
+  const auto at = [dim](Sizes of, int64_t i) { return i < 4 - dim ? 0 : of[i - 4 + dim]; };
+  return {{const_cast<void*>(x.const_data_ptr()), at(strides, 0), at(strides, 1), at(strides, 2), at(strides, 3)},
+          x.scalar_type(), dim, at(sizes, 0), at(sizes, 1), at(sizes, 2), at(sizes, 3)};
 }
+View view(const Tensor& x) { return strided(x).view; }
 
 // `inputs` are the tensors of AttentionInputs, in that order
-Attention checked(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
+using Inputs = std::array<Strided, 6>;
+Inputs strided(const Tensors& inputs) {
+  require(inputs.size() == 6, "attention has six inputs");
+  return {strided(inputs[0]), strided(inputs[1]), strided(inputs[2]),
+          strided(inputs[3]), strided(inputs[4]), strided(inputs[5])};
+}
+
+Attention checked(const Inputs& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
                   const OptionalTensor& seed, double dropout, int64_t clamped) {
-  TORCH_CHECK(inputs.size() == 6, "attention has six inputs");
-  const Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2], &r = inputs[3];
+  const auto &[q, k, v, r, u, w] = inputs;
   Attention z{};
-  z.B = q.size(0), z.T = q.size(1), z.N = q.size(2), z.H = q.size(3), z.S = k.size(1), z.P = r.size(0);
-  for (const Tensor& x : inputs)
-    TORCH_CHECK(x.scalar_type() == q.scalar_type() && x.size(-1) == z.H && x.size(-2) == z.N,
-                "inputs of attention differ in dtype or heads");
-  TORCH_CHECK(k.sizes() == v.sizes() && k.size(0) == z.B && z.S >= z.T, "wrong shapes of keys or values");
-  TORCH_CHECK(z.P >= 1 && z.P + clamped <= z.S, "wrong number of distances");
+  z.B = q.B, z.T = q.X, z.N = q.N, z.H = q.H, z.S = k.X, z.P = r.X;
+  for (const Strided& x : inputs)
+    require(x.type == q.type && x.H == z.H && x.N == z.N, "inputs of attention differ in dtype or heads");
+  require(q.dim == 4 && k.dim == 4 && v.dim == 4 && r.dim == 3 && u.dim == 2 && w.dim == 2, "wrong number of dimensions");
+  require(v.X == z.S && v.B == z.B && k.B == z.B && z.S >= z.T, "wrong shapes of keys or values");
+  require(z.P >= 1 && clamped >= 0 && z.P + clamped <= z.S, "wrong number of distances");
   z.clamped = clamped, z.dropout = dropout;
   const auto numbers = [](const OptionalTensor& x, int64_t count) -> const int64_t* {
     if (!x) return nullptr;
-    TORCH_CHECK(x->scalar_type() == at::kLong && x->is_contiguous() && x->numel() == count, "wrong mask of attention");
-    return x->const_data_ptr<int64_t>();
+    require(x->scalar_type() == ScalarType::Long && x->is_contiguous() && x->numel() == count, "wrong mask of attention");
+    return static_cast<const int64_t*>(x->const_data_ptr());
   };
   z.valid = numbers(valid, z.B), z.first_key = numbers(first_key, z.B * z.T);
   if (dropout > 0) {
-    TORCH_CHECK(seed && dropout < 1, "dropout needs a seed, and a rate below 1");
-    z.seed = static_cast<uint64_t>(seed->item<int64_t>());
+    require(dropout < 1, "dropout needs a rate below 1");
+    z.seed = number_of(seed);
   }
   z.groups = std::min<int64_t>(z.B, (32 + z.N - 1) / z.N);  // enough tasks for many threads, few sums to add up
-  z.q = view(q), z.k = view(k), z.v = view(v), z.r = view(r), z.u = view(inputs[4]), z.w = view(inputs[5]);
+  z.q = q.view, z.k = k.view, z.v = v.view, z.r = r.view, z.u = u.view, z.w = w.view;
   return z;
 }
 
-void run(const Attention& z, const Tensor& q, void (*task)(const Attention&, int64_t), int64_t count) {
-  const bool has_tiles = q.scalar_type() == at::kBFloat16 && multiplies_bfloat16();
-  at::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
+void require_stored_in_order(const View& k, const View& v, const View& r) {
+  require((k.h == 1 || k.x == 1) && (r.h == 1 || r.x == 1), "keys must be stored by rows or by columns");
+  require(v.h == 1, "values must be stored by rows");
+}
+
+void run(const Attention& z, ScalarType type, void (*task)(const Attention&, int64_t), int64_t count) {
+  const bool has_tiles = type == ScalarType::BFloat16 && bfloat16_product;
+  torch::stable::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++) task(z, i);
     if (has_tiles) blas::brgemm_release(true);
   });
 }
 
-std::tuple<Tensor, Tensor> attention(at::TensorList inputs, const OptionalTensor& valid,
-                                     const OptionalTensor& first_key, const OptionalTensor& seed, double dropout,
-                                     int64_t clamped) {
-  Attention z = checked(inputs, valid, first_key, seed, dropout, clamped);
-  const Tensor& q = inputs[0];
-  const auto sums = q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  Tensor out = at::empty(q.sizes(), q.options()), lse = at::empty({z.B, z.N, z.T}, sums);
+std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
+                                     const OptionalTensor& seed, double dropout, int64_t clamped) {
+  Attention z = checked(strided(inputs), valid, first_key, seed, dropout, clamped);
+  const ScalarType type = inputs[0].scalar_type();
+  const Tensor out = empty(inputs[0].sizes(), type);
+  const Tensor lse = empty({z.B, z.N, z.T}, type == ScalarType::Double ? type : ScalarType::Float);
   z.out = view(out), z.lse = lse.data_ptr();
-  run(z, q, format_of(q).forward, z.N * z.groups);
+  run(z, type, format_of(type).forward, z.N * z.groups);
   return {out, lse};
 }
 
-std::vector<Tensor> attention_backward(const Tensor& dout, const Tensor& lse, at::TensorList inputs,
-                                       const OptionalTensor& valid, const OptionalTensor& first_key,
-                                       const OptionalTensor& seed, double dropout, int64_t clamped) {
-  Attention z = checked(inputs, valid, first_key, seed, dropout, clamped);
+Tensors attention_backward(const Tensor& dout, const Tensor& lse, const Tensors& inputs, const OptionalTensor& valid,
+                           const OptionalTensor& first_key, const OptionalTensor& seed, double dropout,
+                           int64_t clamped) {
+  Attention z = checked(strided(inputs), valid, first_key, seed, dropout, clamped);
   const Tensor &q = inputs[0], &k = inputs[1];
-  TORCH_CHECK(dout.sizes() == q.sizes() && dout.scalar_type() == q.scalar_type(), "wrong gradient of the output");
-  Tensor dq = at::empty(q.sizes(), q.options()), dk = at::empty(k.sizes(), q.options()), dv = at::empty_like(dk);
-  Tensor dr = at::empty({z.groups, z.N, z.P, z.H}, lse.options());
-  Tensor du = at::empty({z.groups, z.N, z.H}, lse.options()), dw = at::empty_like(du);
+  const ScalarType type = q.scalar_type(), sums = lse.scalar_type();
+  require(dout.sizes().equals(q.sizes()) && dout.scalar_type() == type, "wrong gradient of the output");
+  require(lse.numel() == z.B * z.N * z.T && lse.is_contiguous() && (sums == ScalarType::Double) == (type == ScalarType::Double),
+          "wrong sums of the forward pass");
+  const Tensor dq = empty(q.sizes(), type), dk = empty(k.sizes(), type), dv = empty(k.sizes(), type);
+  const Tensor dr = empty({z.groups, z.N, z.P, z.H}, sums);
+  const Tensor du = empty({z.groups, z.N, z.H}, sums), dw = empty({z.groups, z.N, z.H}, sums);
   z.lse = lse.data_ptr(), z.dout = view(dout), z.dq = view(dq), z.dk = view(dk), z.dv = view(dv);
   z.dr = dr.data_ptr(), z.du = du.data_ptr(), z.dw = dw.data_ptr();
-  run(z, q, format_of(q).backward, z.N * z.groups);
-  const auto total = [&](const Tensor& x) { return x.sum(0).to(q.scalar_type()); };
-  return {dq, dk, dv, total(dr).transpose(0, 1).contiguous(), total(du), total(dw)};
+  run(z, type, format_of(type).backward, z.N * z.groups);
+  const int64_t first = 0;
+  const auto total = [&](const Tensor& x) { return torch::stable::to(torch::stable::sum(x, Sizes(&first, 1)), type); };
+  return {dq, dk, dv, made_contiguous(torch::stable::transpose(total(dr), 0, 1)), total(du), total(dw)};
 }
 
-Tensor attention_decode(at::TensorList inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
+Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
                         int64_t clamped) {
-  Attention z = checked(inputs, valid, first_key, {}, 0, clamped);
-  for (const Tensor& x : {inputs[1], inputs[3]})
-    TORCH_CHECK(x.stride(-1) == 1 || x.stride(-3) == 1, "keys must be stored by rows or by columns");
-  TORCH_CHECK(inputs[2].stride(-1) == 1, "values must be stored by rows");
-  Tensor out = at::empty(inputs[0].sizes(), inputs[0].options());
+  Attention z = checked(strided(inputs), valid, first_key, {}, 0, clamped);
+  require_stored_in_order(z.k, z.v, z.r);
+  const ScalarType type = inputs[0].scalar_type();
+  const Tensor out = empty(inputs[0].sizes(), type);
   z.out = view(out);
-  run(z, inputs[0], format_of(inputs[0]).decode, z.B * z.N);
+  run(z, type, format_of(type).decode, z.B * z.N);
   return out;
 }
 
 void compute(DecodedLayer& z, const Format& format) {
   for (int step = 0; step < z.kSteps; step++) {
     format.prepare(z, step);
-    at::parallel_for(0, z.units(step), 4, [&](int64_t from, int64_t to) {
+    torch::stable::parallel_for(0, z.units(step), 4, [&](int64_t from, int64_t to) {
       for (int64_t unit = from; unit < to; unit++) format.multiply(z, step, unit);
     });
     if (step == 0) {
       format.split(z);
-      at::parallel_for(0, z.attention.B * z.attention.N, 1, [&](int64_t from, int64_t to) {
+      torch::stable::parallel_for(0, z.attention.B * z.attention.N, 1, [&](int64_t from, int64_t to) {
         for (int64_t task = from; task < to; task++) format.decode(z.attention, task);
       });
     }
@@ -179,55 +250,69 @@ void compute(DecodedLayer& z, const Format& format) {
 
 // All layers for a single new token; returns the result of each, (L, B, 1, D). Of each layer, `weights` are the matrices
 // q, k, v, o, up, down; biases of up and down; weight and bias of both LayerNorms; with qk_norm the weights of q and k;
-// and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys` and `values` are storage (B, N, C, H),
-// whose rows before `ends` are read, `num_keys` of them, and the last is written; of `positions` (N, H, X) the last
-// `num_distances` are read.
-Tensor decode_layers(const Tensor& x, at::TensorList weights, at::TensorList biases, at::ArrayRef<double> eps,
-                     bool norm_first, at::TensorList keys, at::TensorList values, at::IntArrayRef ends, int64_t num_keys,
-                     at::TensorList positions, int64_t num_distances, const OptionalTensor& valid, int64_t clamped) {
+// and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys`
+// and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last is written;
+// of `positions` (N, H, X) the last `num_distances` are read. Biases and positions have the dtype of keys.
+Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& biases, const std::vector<double>& eps,
+                     bool norm_first, const Tensors& keys, const Tensors& values, const std::vector<int64_t>& ends,
+                     int64_t num_keys, const Tensors& positions, int64_t num_distances, const OptionalTensor& valid,
+                     int64_t clamped) {
   const size_t L = keys.size(), per_layer = L ? weights.size() / L : 0;
-  const bool has_scales = L && weights[0].scalar_type() == at::kChar;
+  const bool has_scales = L && weights[0].scalar_type() == ScalarType::Char;
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
-  TORCH_CHECK((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
+  require((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
               eps.size() == 4 * L && values.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
               x.size(1) == 1 && keys[0].dim() == 4, "wrong number of tensors of layers");
   const int64_t B = x.size(0), D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
-  const auto key_type = keys[0].scalar_type(), type = key_type == at::kBFloat16 ? at::kFloat : key_type;
-  const auto matrix_type = has_scales ? at::kChar : key_type;
-  const auto check = [](const Tensor& weight, at::IntArrayRef shape, at::ScalarType expected) {
-    TORCH_CHECK(weight.sizes() == shape && weight.scalar_type() == expected && weight.is_contiguous(),
-                "wrong weights of a layer");
+  const ScalarType key_type = keys[0].scalar_type();
+  const ScalarType type = key_type == ScalarType::BFloat16 ? ScalarType::Float : key_type;
+  const ScalarType matrix_type = has_scales ? ScalarType::Char : key_type;
+  const auto check = [](const Tensor& weight, std::initializer_list<int64_t> shape, ScalarType expected) {
+    require(weight.sizes().equals(shape) && weight.scalar_type() == expected && weight.is_contiguous(),
+            "wrong weights of a layer");
     return weight.const_data_ptr();
   };
-  TORCH_CHECK(x.scalar_type() == type, "wrong dtype of a layer's input");
-  const Tensor states = at::empty({static_cast<int64_t>(L), B, 1, D}, x.options());
-  const Tensor q = at::empty({B, 1, N, H}, keys[0].options()), attended = at::empty_like(q);
-  const Tensor input = at::empty({B * std::max({D, I, F})}, x.options());
-  const Tensor result = at::empty({B * std::max({D, 3 * I, F})}, x.options());
+  require(x.scalar_type() == type, "wrong dtype of a layer's input");
+  const Format& format = format_of(key_type);
+  const Tensor states = empty({static_cast<int64_t>(L), B, 1, D}, type), first = made_contiguous(x);
+  const int64_t size = static_cast<int64_t>(x.element_size()), key_size = static_cast<int64_t>(keys[0].element_size());
+  // queries and their results, and inputs and results of products, each from a cache line on
+  const int64_t bytes[4] = {B * I * key_size, B * I * key_size, B * std::max({D, I, F}) * size,
+                            B * std::max({D, 3 * I, F}) * size};
+  int64_t starts[5] = {};
+  for (int i = 0; i < 4; i++) starts[i + 1] = starts[i] + (bytes[i] + 63) / 64 * 64;
+  const std::unique_ptr<char, void (*)(void*)> scratch(static_cast<char*>(std::aligned_alloc(64, starts[4])), std::free);
+  require(scratch.get(), "out of memory");
+  const Strided q{{scratch.get(), I, I, H, 1}, key_type, 4, B, 1, N, H};
   std::vector<float> input_scale(B);
-  const Format& format = format_of(q);
-  Tensor previous = x;
+  const void* previous = first.const_data_ptr();
   for (size_t layer = 0; layer < L; layer++) {
-    const at::TensorList own = weights.slice(layer * per_layer, per_layer);
+    const Tensor* own = &weights[layer * per_layer];
     const int64_t end = ends[layer];
-    TORCH_CHECK(end <= keys[layer].size(2) && num_keys <= end && num_distances <= positions[layer].size(2),
-                "wrong number of keys");
-    const auto newest = [&](const Tensor& rows) { return rows.slice(2, end - num_keys, end).transpose(1, 2); };
-    const Tensor k = newest(keys[layer]), v = newest(values[layer]);
-    const Tensor r = positions[layer].slice(2, -num_distances).permute({2, 0, 1}).to(key_type);
-    for (const Tensor& rows : {k, r})
-      TORCH_CHECK(rows.stride(-1) == 1 || rows.stride(-3) == 1, "keys must be stored by rows or by columns");
-    TORCH_CHECK(v.stride(-1) == 1, "values must be stored by rows");
-    const std::vector<Tensor> inputs{q, k, v, r, biases[2 * layer].to(key_type), biases[2 * layer + 1].to(key_type)};
+    const auto newest = [&](const Tensor& rows) {
+      const Strided s = strided(rows);
+      require(s.dim == 4 && end <= s.N && num_keys <= end && s.type == key_type, "wrong number of keys");
+      char* const data = static_cast<char*>(s.view.data) + (end - num_keys) * s.view.n * key_size;
+      return Strided{{data, s.view.b, s.view.n, s.view.x, s.view.h}, s.type, 4, s.B, num_keys, s.X, s.H};
+    };
+    const Strided stored = strided(positions[layer]);  // (N, H, X)
+    require(stored.dim == 3 && 0 < num_distances && num_distances <= stored.H, "wrong number of keys");
+    char* const data = static_cast<char*>(stored.view.data) + (stored.H - num_distances) * stored.view.h * key_size;
+    const Strided r{{data, 0, stored.view.h, stored.view.x, stored.view.n}, stored.type, 3, 0, num_distances, stored.X,
+                    stored.N};
+    const Inputs inputs{q, newest(keys[layer]), newest(values[layer]), r, strided(biases[2 * layer]),
+                        strided(biases[2 * layer + 1])};
     DecodedLayer z{};
     z.attention = checked(inputs, valid, {}, {}, 0, clamped);
-    z.attention.out = view(attended);
+    require_stored_in_order(z.attention.k, z.attention.v, z.attention.r);
+    z.attention.out = q.view, z.attention.out.data = scratch.get() + starts[1];
     z.D = D, z.F = F, z.norm_first = norm_first;
     const std::pair<int64_t, int64_t> shapes[6] = {{I, D}, {I, D}, {I, D}, {D, I}, {F, D}, {D, F}};
     for (int i = 0; i < 6; i++) {
       const auto [rows, columns] = shapes[i];
       z.matrix[i] = check(own[i], {rows, columns}, matrix_type);
-      if (has_scales) z.scale[i] = static_cast<const float*>(check(own[6 + num_vectors + i], {rows, 1}, at::kFloat));
+      if (has_scales)
+        z.scale[i] = static_cast<const float*>(check(own[6 + num_vectors + i], {rows, 1}, ScalarType::Float));
     }
     z.up_bias = check(own[6], {F}, type), z.down_bias = check(own[7], {D}, type);
     for (int i = 0; i < 2; i++) {
@@ -235,12 +320,11 @@ Tensor decode_layers(const Tensor& x, at::TensorList weights, at::TensorList bia
       if (num_vectors == 8) z.weight[2 + i] = check(own[12 + i], {H}, type);
     }
     std::copy_n(eps.begin() + 4 * layer, 4, z.eps);
-    const Tensor out = states.select(0, static_cast<int64_t>(layer));
-    out.copy_(previous);  // computed in place
-    z.x = out.data_ptr(), z.input = input.data_ptr(), z.result = result.data_ptr();
-    z.input_scale = input_scale.data();
+    z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * B * D * size;
+    std::memcpy(z.x, previous, B * D * size);  // computed in place
+    z.input = scratch.get() + starts[2], z.result = scratch.get() + starts[3], z.input_scale = input_scale.data();
     compute(z, format);
-    previous = out;
+    previous = z.x;
   }
   return states;
 }
@@ -248,7 +332,7 @@ Tensor decode_layers(const Tensor& x, at::TensorList weights, at::TensorList bia
 }  // namespace
 }  // namespace txl
 
-TORCH_LIBRARY(transformer_xl_native, m) {
+STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
       "attention(Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, float dropout, int num_clamped) "
       "-> (Tensor, Tensor)");
@@ -261,12 +345,15 @@ TORCH_LIBRARY(transformer_xl_native, m) {
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, int[] ends, int num_keys, Tensor[] positions, int num_distances, Tensor? valid, "
       "int num_clamped) -> Tensor");
-  m.def("description() -> str", &txl::description);
+  m.def("prepare(bool avx512, bool onednn) -> str");
 }
-TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
-  m.impl("attention", &txl::attention);
-  m.impl("attention_backward", &txl::attention_backward);
-  m.impl("dropout", &txl::dropout);
-  m.impl("attention_decode", &txl::attention_decode);
-  m.impl("decode_layers", &txl::decode_layers);
+STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CompositeImplicitAutograd, m) {
+  m.impl("prepare", TORCH_BOX(&txl::prepare));
+}
+STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
+  m.impl("attention", TORCH_BOX(&txl::attention));
+  m.impl("attention_backward", TORCH_BOX(&txl::attention_backward));
+  m.impl("dropout", TORCH_BOX(&txl::dropout));
+  m.impl("attention_decode", TORCH_BOX(&txl::attention_decode));
+  m.impl("decode_layers", TORCH_BOX(&txl::decode_layers));
 }
