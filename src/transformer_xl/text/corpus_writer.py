@@ -263,8 +263,8 @@ def _text_chunks(
 ) -> Iterator[tuple[SplitName, TextChunk]]:
     """Yield the chunks of all documents, each with its split."""
     for index, (split, document) in enumerate(documents):
-        for chunk in text_chunks(tokenizer, [document]):
-            yield split, replace(chunk, document=index)
+        for chunk in text_chunks(tokenizer, [document], index):
+            yield split, chunk
 
 
 def _encode_rows(

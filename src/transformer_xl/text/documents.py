@@ -49,13 +49,18 @@ class TextChunk:
     """Length of the text in its document, without the newline that a tokenizer may add to it."""
 
 
-def text_chunks(tokenizer: Tokenizer, documents: Iterable[Document]) -> Iterator[TextChunk]:
+def text_chunks(tokenizer: Tokenizer, documents: Iterable[Document], first_index: int = 0) -> Iterator[TextChunk]:
     """Yield all documents in chunks that can be encoded independently.
+
+    Args:
+        tokenizer: decides where they can be split.
+        documents: the documents.
+        first_index: the index of the first one.
 
     Raises:
         UserError: a document cannot be split (see `split_chunks`).
     """
-    for index, document in enumerate(documents):
+    for index, document in enumerate(documents, first_index):
         position, previous_byte, num_read = 0, b" ", 0
 
         def counted(chunks: Iterable[bytes]) -> Iterator[bytes]:
