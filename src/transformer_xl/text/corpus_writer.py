@@ -63,46 +63,20 @@ class _TokenChunk:
     num_unknown: int
 
 
-def write_corpus(
-    folder: str | Path,
-    splits: Mapping[SplitName, Iterable[Document]],
-    *,
-    name: str,
-    source: str,
-    tokenizer: Tokenizer,
-    document_unit: DocumentUnit = "file",
-    num_workers: int = 1,
-    max_shard_tokens: int = 2**30,
-) -> Corpus:
+def write_corpus(folder: str | Path, splits: Mapping[SplitName, Iterable[Document]], **settings: Any) -> Corpus:
     """Write a corpus and return it opened.
 
     Args:
         folder: folder to create, atomically; it must not exist.
         splits: documents by split, including train. Each split must contain text; empty documents are ignored.
-        name: name of the corpus.
-        source: description of where the text comes from.
-        tokenizer: encodes the text.
-        document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
-            (line).
-        num_workers: number of processes that encode.
-        max_shard_tokens: maximum number of tokens in one token file (shard) of a split.
+        settings: those of `fill_corpus`: name, source and tokenizer, and the others if need be.
 
     Raises:
-        UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
-            `document_unit` is line but the tokenizer has no token that ends a line.
+        UserError: the folder exists or cannot be written, or what `fill_corpus` refuses.
     """
     splits = {split: splits[split] for split in SPLITS if split in splits}
     with atomic_folder(Path(folder)) as temporary:
-        fill_corpus(
-            Unfinished(temporary),
-            splits,
-            name=name,
-            source=source,
-            tokenizer=tokenizer,
-            document_unit=document_unit,
-            num_workers=num_workers,
-            max_shard_tokens=max_shard_tokens,
-        )
+        fill_corpus(Unfinished(temporary), splits, **settings)
     return Corpus.open(folder)
 
 
@@ -155,16 +129,18 @@ def fill_corpus(
     Args:
         unfinished: the folder.
         text: documents by split, or measured rows, which report progress.
-        name: as in `write_corpus`, like all others.
+        name: name of the corpus.
         source: description of where the text comes from.
         tokenizer: encodes the text.
-        document_unit: what becomes a document of the corpus.
+        document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
+            (line).
         num_workers: number of processes that encode.
-        max_shard_tokens: maximum number of tokens in one token file.
+        max_shard_tokens: maximum number of tokens in one token file (shard) of a split.
         progress: called with the stage `write`, for rows.
 
     Raises:
-        UserError: as by `write_corpus`.
+        UserError: a document cannot be read or encoded, a split has no text, or `document_unit` is line but the
+            tokenizer has no token that ends a line.
     """
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
@@ -235,9 +211,9 @@ def _encode_rows(
 ) -> list[_TokenChunk]:
     """Read and encode a batch of rows; runs in the worker processes."""
     chunks = [
-        (row.split, replace(chunk, document=row.document))
-        for row in choice.read(batch)
-        for chunk in text_chunks(tokenizer, [Document(row.place, [row.text])])
+        (split, replace(chunk, document=number))
+        for split, number, row in choice.read(batch)
+        for chunk in text_chunks(tokenizer, [row])
     ]
     return _encode(tokenizer, document_unit, chunks)
 
