@@ -560,20 +560,20 @@ def tokenizer_json(folder: Path) -> Prepared:
 
 @target(mutations.of_json)
 def experiment_items(folder: Path) -> Prepared:
-    """CSV, TSV, JSON lines and text of `txl score --per word`; a byte says which."""
+    """CSV, TSV, JSON, JSON lines and text of `txl score --per word`; a byte says which."""
     from transformer_xl.apps.surprisal.surprisal import surprisal
     from transformer_xl.text.sources.items import ItemColumns, read_items
 
-    run, kinds = make_run(folder / "run"), ("text", "csv", "tsv", "jsonl")
+    run, kinds = make_run(folder / "run"), ("text", "csv", "tsv", "jsonl", "json")
     columns = ItemColumns("text", ("item", "condition"), "story")
     rows = [b"item,condition,story,text", b'1,a,x,"The dog, ran."', b'2,b,y,"It\n""barked"""']
     objects = [{"item": 1, "condition": "a", "story": "x", "text": "The dog."}, {"item": 2, "condition": "a",
                 "story": 5, "text": "It \ud83d barked"}]  # fmt: skip
-    seeds = [b"0The dog ran.\nIt barked.\n", b"1" + b"\r\n".join(rows), b"2" + b"\n".join(rows).replace(b",", b"\t")]
-    seeds.append(b"3" + b"\n".join(json.dumps(row).encode() for row in objects))
+    seeds = [b"2The dog ran.\nIt barked.\n", b"3" + b"\r\n".join(rows), b"4" + b"\n".join(rows).replace(b",", b"\t")]
+    seeds += [b"5" + b"\n".join(json.dumps(row).encode() for row in objects), b"6" + json.dumps(objects).encode()]
 
     def check(content: bytes) -> None:
-        kind = kinds[content[0] % 4 if content else 0]
+        kind = kinds[content[0] % 5 if content else 0]
         items = read_items("items", content[1:], kind, columns)
         if sum(len(item.text) for item in items) < 2000:
             surprisal(run, items, whitespace="trailing").to_csv()

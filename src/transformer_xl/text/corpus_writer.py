@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -68,13 +68,7 @@ class _TokenChunk:
 def write_corpus(
     folder: str | Path,
     splits: Mapping[SplitName, Iterable[Document]] | Iterable[tuple[SplitName, Document]],
-    *,
-    name: str,
-    source: str,
-    tokenizer: Tokenizer,
-    document_unit: DocumentUnit = "file",
-    num_workers: int = 1,
-    max_shard_tokens: int = 2**30,
+    **settings: Any,
 ) -> Corpus:
     """Write a corpus and return it opened.
 
@@ -82,32 +76,16 @@ def write_corpus(
         folder: folder to create, atomically; it must not exist.
         splits: documents by split, including train, each of which must contain text; or documents with their splits
             in any order, of which any split may be missing. Empty documents are ignored.
-        name: name of the corpus.
-        source: description of where the text comes from.
-        tokenizer: encodes the text.
-        document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
-            (line).
-        num_workers: number of processes that encode.
-        max_shard_tokens: maximum number of tokens in one token file (shard) of a split.
+        settings: those of `fill_corpus`: name, source and tokenizer, and the others if need be.
 
     Raises:
-        UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
-            `document_unit` is line but the tokenizer has no token that ends a line.
+        UserError: the folder exists or cannot be written, or what `fill_corpus` refuses.
     """
     if isinstance(splits, Mapping):
         by_split = cast(Mapping[SplitName, Iterable[Document]], splits)
         splits = {split: by_split[split] for split in SPLITS if split in by_split}
     with atomic_folder(Path(folder)) as temporary:
-        fill_corpus(
-            Unfinished(temporary),
-            splits,
-            name=name,
-            source=source,
-            tokenizer=tokenizer,
-            document_unit=document_unit,
-            num_workers=num_workers,
-            max_shard_tokens=max_shard_tokens,
-        )
+        fill_corpus(Unfinished(temporary), splits, **settings)
     return Corpus.open(folder)
 
 
@@ -160,16 +138,18 @@ def fill_corpus(
     Args:
         unfinished: the folder.
         text: documents as for `write_corpus`, or measured rows, which report progress.
-        name: as in `write_corpus`, like all others.
+        name: name of the corpus.
         source: description of where the text comes from.
         tokenizer: encodes the text.
-        document_unit: what becomes a document of the corpus.
+        document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
+            (line).
         num_workers: number of processes that encode.
-        max_shard_tokens: maximum number of tokens in one token file.
+        max_shard_tokens: maximum number of tokens in one token file (shard) of a split.
         progress: called with the stage `write`, for rows.
 
     Raises:
-        UserError: as by `write_corpus`.
+        UserError: a document cannot be read or encoded, a split has no text, or `document_unit` is line but the
+            tokenizer has no token that ends a line.
     """
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
@@ -272,9 +252,7 @@ def _encode_rows(
 ) -> list[_TokenChunk]:
     """Read and encode a batch of rows; runs in the worker processes."""
     chunks = [
-        (row.split, replace(chunk, document=row.document))
-        for row in choice.read(batch)
-        for chunk in text_chunks(tokenizer, [Document(row.place, [row.text])])
+        (split, chunk) for split, number, row in choice.read(batch) for chunk in text_chunks(tokenizer, [row], number)
     ]
     return _encode(tokenizer, document_unit, chunks)
 

@@ -70,6 +70,8 @@ CONTAINERS: dict[str, Callable[[], bytes]] = {
     "strings.jsonl": lambda: "".join(f"{json.dumps(text)}\n" for text in TEXTS).encode(),
     "a.json": lambda: json.dumps(ROWS, indent=1, ensure_ascii=False).encode(),
     "texts.json": lambda: json.dumps(TEXTS).encode(),
+    "list": lambda: json.dumps(TEXTS).encode(),
+    "strings": lambda: "".join(f"{json.dumps(text)}\n" for text in TEXTS).encode(),
     "a.csv": as_csv,
     "semicolons.csv": lambda: as_csv(";"),
     "a.tsv": lambda: as_csv("\t"),

@@ -219,16 +219,6 @@ def text_of_row(row: Mapping[str, Any], column: str, place: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class RowText:
-    """A row that was read."""
-
-    split: SplitName
-    document: int
-    place: str
-    text: bytes
-
-
-@dataclass(frozen=True)
 class SplitChoice:
     """Which split each row is in, unless that of its file is given."""
 
@@ -238,13 +228,13 @@ class SplitChoice:
     ends: tuple[float, ...] = ()
     """Where train, valid and test end, in bytes of all texts."""
 
-    def read(self, batch: tuple[TextBatch, int]) -> list[RowText]:
-        """Return the rows of a batch that has so many bytes of text before it.
+    def read(self, batch: tuple[TextBatch, int]) -> list[tuple[SplitName, int, Document]]:
+        """Return for each row of a batch, with so many bytes of text before it, its split, its number and the row.
 
         Raises:
             UserError: a row is damaged or has no text.
         """
-        rows, position = list[RowText](), batch[1]
+        rows, position = list[tuple[SplitName, int, Document]](), batch[1]
         for number, (place, text) in enumerate(batch[0].texts(), start=batch[0].document):
             if batch[0].split is not None:
                 split = batch[0].split
@@ -252,7 +242,7 @@ class SplitChoice:
                 split = SPLITS[self.splits[bucket_of(self.seed, text)]]
             else:
                 split = SPLITS[min(bisect_right(self.ends, position), len(SPLITS) - 1)]
-            rows.append(RowText(split, number, place, text))
+            rows.append((split, number, Document(place, [text], len(text))))
             position += len(text)
         return rows
 
@@ -301,9 +291,7 @@ class DocumentRows:
     def documents(self, splits: Sequence[SplitName]) -> Iterator[Document]:
         """Yield the rows of some splits as documents."""
         for batch in self.batches():
-            for row in self.choice.read(batch):
-                if row.split in splits:
-                    yield Document(row.place, [row.text], len(row.text))
+            yield from (row for split, _, row in self.choice.read(batch) if split in splits)
 
     def measure(
         self,

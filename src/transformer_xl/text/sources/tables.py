@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -52,6 +52,8 @@ _NOT_TEXT = {  # by the first bytes, where a text could be suspected; all others
 _OF_ZIP = {"[Content_Types].xml": "an Office document", "mimetype": "an OpenDocument or EPUB file"}
 _OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _LIST = re.compile(rb'\s*\[\s*\{\s*"')
+_STRING = rb'"(?:[^"\\\n]|\\.)*"'
+_STRINGS = re.compile(rb"\s*(?:(\[)\s*%b\s*[,\]]|%b\s*(?:\n\"|\Z))" % (_STRING, _STRING))
 _SEPARATORS = re.compile(r"[ \t\n\r,]*")
 _BATCH_ROWS = 256
 
@@ -95,7 +97,10 @@ def format_of(name: str, head: bytes) -> InputFormat:
         return "jsonl"
     if not newline and len(head) >= HEAD_BYTES and _OBJECT.match(head):  # a very long line
         return "jsonl"
-    return "json" if _LIST.match(head) or stem.endswith(".json") else "text"
+    strings = _STRINGS.match(head) if "." not in PurePath(stem).name else None  # such as standard input
+    if strings and not strings[1]:
+        return "jsonl"
+    return "json" if strings or _LIST.match(head) or stem.endswith(".json") else "text"
 
 
 def _not_text(name: str, what: str) -> NotTextError:
