@@ -158,7 +158,7 @@ def test_other_tokenizers_are_compared_by_byte(made: Path, monkeypatch: pytest.M
     # a corpus gives the same text, where its tokens do; the third run has the same differences with fewer others
     records = [RunRecord.read(run) for run in runs]
     text = CommonText.open(records, corpus="corpus")
-    assert b"".join(text.documents) == text_of(150, seed=2)
+    assert b"".join(text.pieces) == text_of(150, seed=2)
     with pytest.raises(UserError, match=r"tokenizer of corpus-words is not that of all .*: on=FILE"):
         CommonText.open(records, corpus="corpus-words")
     alone = txl("runs", "compare", "runs/a", "runs/group/b", "--on", "page.txt", "--json").object["losses"][1]

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from transformer_xl.apps.runs.records import RunRecord
 from transformer_xl.config import UserError, flatten
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
-from transformer_xl.evaluation.metrics import bootstrap_means, chunks
+from transformer_xl.evaluation.metrics import bootstrap_means
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import as_path
@@ -37,6 +39,7 @@ from transformer_xl.text.tokenizers import describe_difference
 
 Floats = npt.NDArray[np.float64]
 _MAX_UNITS, _MIN_UNITS = 1000, 10
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 _MIN_TOKENS, _MIN_BYTES = 128, 512  # of a unit: neighbouring tokens are surprising together
 
 
@@ -66,14 +69,17 @@ class RunComparison(Displayed):
 
 @dataclass(frozen=True, eq=False)
 class CommonText:
-    """A text that several runs can read: as tokens of their one tokenizer, or as bytes of documents."""
+    """A text that several runs can read: as tokens of their one tokenizer, or as bytes."""
 
     name: str
     num_bytes: float
     is_one_tokenizer: bool
-    documents: Sequence[bytes] = ()
+    """Whether all runs have the same tokenizer."""
+    pieces: Sequence[bytes] = ()
+    """Documents, or lines where there are few; empty if there are tokens."""
+    starts: Sequence[int] = ()
+    """Of each document, the index of its first token or piece."""
     tokens_K: Tokens | None = None
-    starts_N: npt.NDArray[Any] | None = None
 
     @staticmethod
     def open(
@@ -103,7 +109,7 @@ class CommonText:
             if corpus is not None:
                 raise UserError("on=FILE and corpus=DIR were both given; leave one of them out")
             content = read_text_file(as_path(on, "on", "give the path of a text"))
-            return CommonText(str(on), len(content), is_one, [content])
+            return CommonText(str(on), len(content), is_one, [content] if is_one else _LINE.findall(content), [0])
         found = {run.config.corpus.path if run.config.corpus else None for run in runs}
         if corpus is None and (len(found) > 1 or None in found):
             names = " and ".join(sorted(name or "a corpus that is not recorded" for name in found))
@@ -111,25 +117,26 @@ class CommonText:
         opened = Corpus.open(corpus or next(iter(found)) or "")
         text = opened.split(split, verify=True)
         tokens_K, name = text.first(max_tokens), f"{opened.path}, {text.name}"
-        starts_N = text.document_starts[text.document_starts < len(tokens_K)]
+        starts = [start for start in text.document_starts.tolist() if start < len(tokens_K)]
         if is_one and not describe_difference(opened.tokenizer, tokenizers[0]):
-            return CommonText(name, text.bytes_per_token * len(tokens_K), is_one, (), tokens_K, starts_N)
+            return CommonText(name, text.bytes_per_token * len(tokens_K), is_one, (), starts, tokens_K)
         if not opened.tokenizer.is_lossless:
             raise UserError(
                 f"the tokenizer of {opened.path} is not that of all runs, and does not give back the text exactly; "
                 "give the text itself: on=FILE"
             )
-        ends = [*starts_N.tolist()[1:], len(tokens_K)]
-        spans = zip(starts_N.tolist(), ends, strict=True)
-        documents = [opened.tokenizer.decode_bytes(tokens_K[start:end]) for start, end in spans]
-        return CommonText(name, sum(map(len, documents)), is_one, documents)
+        documents = [opened.tokenizer.decode_bytes(tokens_K[a:b]) for a, b in pairwise([*starts, len(tokens_K)])]
+        parts = [_LINE.findall(one) if len(documents) < _MIN_UNITS else [one] for one in documents]
+        first = np.cumsum([0, *map(len, parts[:-1])]).tolist()
+        return CommonText(name, sum(map(len, documents)), is_one, [piece for part in parts for piece in part], first)
 
-    def read_by(self, run: Run, progress: ProgressCallback | None = None) -> _Losses:
-        """Return the losses of a run, which reads the text as `evaluate` does."""
-        tokens_K, starts_N = self.tokens_K, self.starts_N
-        if tokens_K is None or starts_N is None:
-            parts = [encode_text(run.tokenizer, self.name, content) for content in self.documents]
-            tokens_K, starts_N = np.concatenate(parts), np.cumsum([0, *map(len, parts[:-1])])
+    def read_by(self, run: Run, progress: ProgressCallback | None = None) -> tuple[Floats, Floats, EvaluationPlan]:
+        """Return the losses in nats of tokens and of pieces, and how the run reads the text: as in `evaluate`."""
+        tokens_K, starts_N, piece_starts = self.tokens_K, np.array(self.starts), np.zeros(1, dtype=np.int64)
+        if tokens_K is None:
+            parts = [encode_text(run.tokenizer, self.name, content) for content in self.pieces]
+            piece_starts = np.cumsum([0, *map(len, parts[:-1])])
+            tokens_K, starts_N = np.concatenate(parts), piece_starts[starts_N]
         check_token_ids(tokens_K, run.model.config.vocab_size)
         plan, bytes_per_token = EvaluationPlan.of_run(run), self.num_bytes / len(tokens_K)
 
@@ -139,20 +146,7 @@ class CommonText:
 
         text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N)
         nats_K = losses_in_order(plan.model_of(run), text, plan, advance)
-        is_end_K = np.concatenate([run.tokenizer.is_newline_V[chunk_K] for chunk_K in chunks(tokens_K)])
-        is_end_K[[*(int(start) - 1 for start in starts_N[1:]), -1]] = True
-        lines = np.add.reduceat(nats_K, [0, *(np.flatnonzero(is_end_K)[:-1] + 1)])
-        return _Losses(nats_K, np.add.reduceat(nats_K, starts_N.astype(np.int64)), lines, plan)
-
-
-@dataclass(frozen=True, eq=False)
-class _Losses:
-    """The losses of a run in nats: of the tokens, the documents and the lines of a text."""
-
-    tokens: Floats
-    documents: Floats
-    lines: Floats
-    plan: EvaluationPlan
+        return nats_K, np.add.reduceat(nats_K, piece_starts), plan
 
 
 def compare_runs(
@@ -181,15 +175,16 @@ def compare_runs(
     records = named_records(runs)
     if len(records) < 2:
         raise UserError("a comparison needs two runs or more; give their folders, such as runs/a runs/b")
-    flat = [flatten(_settings_of(run.config.model_dump(mode="json"))) for run in records.values()]
+    flat = [flatten(run.config.model_dump(mode="json")) for run in records.values()]
     for values, run in zip(flat, records.values(), strict=True):
-        values["changes"] = "; ".join(map(str, run.config.history)) or None
+        values["history"] = [str(change) for change in run.config.history]
     names = dict.fromkeys(name for values in flat for name in values)
     settings = {name: [values.get(name) for values in flat] for name in names}
-    settings = {name: values for name, values in settings.items() if len(set(map(json.dumps, values))) > 1}
+    differ = {name for name, values in settings.items() if len(set(map(json.dumps, values))) > 1}
+    settings = {name: settings[name] for name in settings if name in differ and not name.endswith("_sha256")}
     if text is None:
         return RunComparison(records, settings, [])
-    read = list[_Losses]()
+    read = list[tuple[Floats, Floats, EvaluationPlan]]()
     for record in records.values():
         run = load(record.path, device=device)
         read.append(text.read_by(run, progress))
@@ -197,12 +192,12 @@ def compare_runs(
     losses = [
         {
             "run": name,
-            "tokens": len(one.tokens),
-            "nats_per_token": float(one.tokens.mean()),
-            "bits_per_byte": float(one.tokens.sum()) / math.log(2) / text.num_bytes,
-            "memory_length": one.plan.context_limits.memory_length,
+            "tokens": len(nats_K),
+            "nats_per_token": float(nats_K.mean()),
+            "bits_per_byte": float(nats_K.sum()) / math.log(2) / text.num_bytes,
+            "memory_length": plan.context_limits.memory_length,
         }
-        for name, one in zip(records, read, strict=True)
+        for name, (nats_K, _, plan) in zip(records, read, strict=True)
     ]
     measure = "nats_per_token" if text.is_one_tokenizer else "bits_per_byte"
     units = _add_differences(losses, read, text, measure)
@@ -223,38 +218,34 @@ def named_records(runs: Sequence[Path | str]) -> dict[str, RunRecord]:
     return {name: RunRecord.read(path) for name, path in zip(names, paths, strict=True)}
 
 
-def _settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without what follows from others."""
-    corpus = config["corpus"] and config["corpus"]["path"]
-    return {**{name: value for name, value in config.items() if name != "history"}, "corpus": corpus}
-
-
-def _add_differences(losses: list[dict[str, Any]], read: list[_Losses], text: CommonText, measure: str) -> str:
+def _add_differences(
+    losses: list[dict[str, Any]], read: list[tuple[Floats, Floats, EvaluationPlan]], text: CommonText, measure: str
+) -> str:
     """Add to the rows the differences from the first, with intervals; return what was resampled."""
     if text.is_one_tokenizer:
-        units, nats_SN, scale = "segments", [one.tokens for one in read], 1.0
-        size_N, min_size = np.ones(len(read[0].tokens)), _MIN_TOKENS
+        units, nats_SN, scale, least = "segments of {} tokens", [nats_K for nats_K, _, _ in read], 1.0, _MIN_TOKENS
+        size_N = np.ones(len(nats_SN[0]))
     else:
-        units, nats_SN, scale = "groups of documents", [one.documents for one in read], 1 / math.log(2)
-        sizes, min_size = [len(content) for content in text.documents], _MIN_BYTES
-        ends = [len(line) + 1 for content in text.documents for line in content.removesuffix(b"\n").split(b"\n")]
-        if len(sizes) < _MIN_UNITS and all(len(one.lines) == len(ends) for one in read):
-            units, nats_SN, sizes = "groups of lines", [one.lines for one in read], ends
-        size_N = np.array(sizes, dtype=np.float64)
-    num_units = min(_MAX_UNITS, len(size_N), int(size_N.sum() / min_size))
+        name = "lines" if len(text.pieces) > len(text.starts) else "documents"
+        units, nats_SN, scale, least = (
+            f"groups of {name} of {{}} bytes",
+            [one[1] for one in read],
+            1 / math.log(2),
+            _MIN_BYTES,
+        )
+        size_N = np.array([len(piece) for piece in text.pieces], dtype=np.float64)
     # consecutive ones form units of about one size
+    num_units = min(_MAX_UNITS, len(size_N), int(size_N.sum() / least))
     unit_N = ((size_N.cumsum() - size_N) * max(1, num_units) / size_N.sum()).astype(np.int64)
     size_U = np.bincount(unit_N, size_N)
     delta_SU = np.array([np.bincount(unit_N, nats_N - nats_SN[0]) for nats_N in nats_SN])[:, size_U > 0]
     size_U = size_U[size_U > 0]
-    delta_S = [row[measure] - losses[0][measure] for row in losses]
-    low_S = high_S = [None] * len(losses)
-    if len(size_U) >= _MIN_UNITS:
-        means_SB = scale * bootstrap_means(delta_SU, size_U)
-        low_S, high_S = np.percentile(means_SB, [2.5, 97.5], axis=1).tolist()
-    for row, delta, low, high in list(zip(losses, delta_S, low_S, high_S, strict=True))[1:]:
-        row |= {"difference": delta, "difference_low": low, "difference_high": high}
-    size = f"{min_size} {'tokens' if text.is_one_tokenizer else 'bytes'} or more"
-    if len(size_U) < _MIN_UNITS:
-        return f"no interval, as it has fewer than {_MIN_UNITS} {units} of {size}"
-    return f"paired bootstrap over {len(size_U):,} {units} of {size}"
+    has_interval = len(size_U) >= _MIN_UNITS
+    means_SB = scale * bootstrap_means(delta_SU, size_U) if has_interval else np.zeros((len(read), 1))
+    for row, (low, high) in list(zip(losses, np.percentile(means_SB, [2.5, 97.5], axis=1).T.tolist(), strict=True))[1:]:
+        row["difference"] = row[measure] - losses[0][measure]
+        row["difference_low"], row["difference_high"] = (low, high) if has_interval else (None, None)
+    over = (
+        f"paired bootstrap over {len(size_U):,}" if has_interval else f"no interval, as it has fewer than {_MIN_UNITS}"
+    )
+    return f"{over} {units.format(least)} or more"

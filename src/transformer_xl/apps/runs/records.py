@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from transformer_xl.architectures import build_model
 from transformer_xl.checkpoint_record import CheckpointRecord, MemoryLengths
@@ -54,7 +53,7 @@ class RunRecord(Displayed):
     memory_length: int
     """Memory slots in evaluation, in tokens."""
     best: Mapping[str, Mapping[str, float]]
-    """By split, the lowest loss (of train, the mean of the steps between two lines): nats_per_token, bits_per_byte."""
+    """By split, the lowest loss (of train, the mean of the steps between two lines): at least nats_per_token."""
     finished: bool | None
     """Whether all steps are done; None for weights that were saved or converted."""
 
@@ -117,10 +116,6 @@ class RunRecord(Displayed):
         }
         return {name: values[name] if name in values else getattr(self, name, None) for name in COLUMNS}
 
-    @override
-    def summary(self) -> dict[str, Any]:
-        return {name: value for name, value in self.as_dict().items() if value is not None}
-
 
 def list_runs(folder: Path | str, *, sort: str = "run", reverse: bool = False) -> list[dict[str, Any]]:
     """Return what each run in a folder and below it has recorded; no weights are loaded.
@@ -170,16 +165,12 @@ def _num_parameters(config: ModelConfig) -> int:
         return build_model(config).num_parameters()
 
 
-def _best_losses(metrics: list[Metrics], saved_nats: str | None) -> dict[str, dict[str, float]]:
-    """Return the lowest losses by split; that of the saved weights holds, which may be older than the metrics."""
-    best = dict[str, dict[str, float]]()
-    for line in metrics:
-        loss = {name: float(line[name]) for name in ("nats_per_token", "bits_per_byte") if name in line}
-        if line["split"] not in best or loss["nats_per_token"] < best[line["split"]]["nats_per_token"]:
-            best[line["split"]] = loss
+def _best_losses(metrics: list[Metrics], saved_nats: str | None) -> dict[str, Mapping[str, float]]:
+    """Return the line with the lowest loss of each split; that of the saved weights holds, which may be older."""
+    lines = sorted(metrics, key=lambda line: line["nats_per_token"], reverse=True)
+    best: dict[str, Mapping[str, float]] = {line["split"]: line for line in lines}
     if saved_nats is not None:
-        valid = best.get("valid", {})
-        bits = {name: bits / valid["nats_per_token"] for name, bits in valid.items() if name == "bits_per_byte"}
-        best["valid"] = {"nats_per_token": float(saved_nats)}
-        best["valid"] |= {name: ratio * float(saved_nats) for name, ratio in bits.items()}
+        valid, nats = best.get("valid", {}), float(saved_nats)
+        bits = {"bits_per_byte": valid["bits_per_byte"] * nats / valid["nats_per_token"]} if valid else {}
+        best["valid"] = {"nats_per_token": nats, **bits}
     return best
