@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 QUICK := tests/config tests/model tests/test_reader.py tests/training/test_step.py tests/training/test_trainer.py \
   tests/training/test_resume.py
 
-.PHONY: help setup demo test clients docs lint quick check bench golden speed sanitize clean
+.PHONY: help setup demo test clients docs lint quick check bench golden speed sanitize wheel clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
@@ -26,6 +26,7 @@ help:
 	@echo "make golden  compare exact numbers with those of benchmarks/golden, which an earlier commit gave"
 	@echo "make speed   speed and memory of the working tree beside the last tag; make speed BASE=COMMIT HEAD=COMMIT"
 	@echo "make sanitize  the native operators under address, undefined-behaviour and thread sanitizers of g++ (10 to 20 min)"
+	@echo "make wheel   the source distribution and the wheels, one of which has the native operators, in dist/"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
 
@@ -68,6 +69,10 @@ golden: $(STAMP)
 
 speed: $(STAMP)
 	$(BIN)/python benchmarks/speed.py $(BASE) $(HEAD)
+
+wheel: $(STAMP)
+	$(BIN)/python -m hatchling build
+	TXL_NATIVE_WHEEL=1 $(BIN)/python -m hatchling build -t wheel
 
 sanitize: $(STAMP)
 	$(BIN)/python tests/sanitize/sanitize.py

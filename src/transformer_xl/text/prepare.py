@@ -148,7 +148,11 @@ def prepare(
                 for name, of_split in sources.items()
             }
             others: dict[str, Any] = {"documents": documents, "tokenizer": tokenizer, "data_dir": data_dir, **settings}
-            return prepare(out=out, **replaced, **others, num_workers=num_workers, progress=progress)
+            try:
+                corpus = prepare(out=out, **replaced, **others, num_workers=num_workers, progress=progress)
+            except UserError as error:
+                raise UserError(str(error).replace(str(file), "standard input")) from None
+            return replace(corpus, notes=tuple(text.replace(str(file), "standard input") for text in corpus.notes))
     dataset = _dataset(paths)
     codec = find_codec(tokenizer) if isinstance(tokenizer, str) else None
     given_tokenizer = _resolve_tokenizer(codec.tokenizer if codec else tokenizer, tokenizer_settings)
