@@ -247,7 +247,7 @@ def test_standard_input(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, input=gzip.compress(as_csv()), env=environment, capture_output=True)
     assert done.returncode == 0
-    assert b"read as text" not in done.stderr
+    assert b"read as text, but like CSV: standard input; --input-format csv reads rows" in done.stderr
     assert contents(Corpus.open(tmp_path / "c"))["train"]["num_documents"] > 1
 
 
@@ -301,3 +301,40 @@ def test_killed_preparation_goes_on_and_gives_the_same_files(tmp_path: Path, kin
     anew = prepare(source, tmp_path / "d", tokenizer=tokenizer)
     assert "went on with what an earlier process had begun" not in anew.notes
     assert not unfinished.exists()
+
+
+def damaged_files() -> dict[str, bytes]:
+    """Files that are cut, or whose second part is damaged, and what their readers would take for the end."""
+    half = b"".join(b'{"text": "some text of row %d"}\n' % number for number in range(40))
+    tar = tar_of({f"{number}.txt": b"text %d\n" % number * 40 for number in range(9)}, "w")
+    files = {"cut.tar": tar[: 4 * 1024], "joined.tar": tar + tar}
+    for suffix, library in (("bz2", bz2), ("xz", lzma)):
+        first, second = library.compress(half), library.compress(half)
+        files |= {f"damaged.jsonl.{suffix}": first + b"\0a" + second[2:], f"more.jsonl.{suffix}": first + b"more"}
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": [f"some text of row {number}" for number in range(40)]})
+    stream, pages = io.BytesIO(), io.BytesIO()
+    with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+        writer.write_table(table)
+    arrow = stream.getvalue()
+    files |= {"cut.arrow": arrow[:-8], "joined.arrow": arrow + arrow}
+    parquet.write_table(table, pages, write_page_checksum=True, compression="none", use_dictionary=False)
+    return files | {"changed.parquet": pages.getvalue().replace(b"row 17", b"row 71", 1)}
+
+
+def test_nothing_is_lost_in_silence(tmp_path: Path) -> None:
+    for path in make_files(tmp_path / "files", damaged_files()).iterdir():
+        with pytest.raises(UserError, match=rf"{path.name}: not readable, perhaps damaged or truncated \(.*\); get it"):
+            prepare(path, out=tmp_path / "corpus")
+        assert not (tmp_path / "corpus").exists()
+
+
+def test_a_mark_hides_no_table_and_an_empty_value_no_column(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffid;the title (short);body\n" + '1;a;"b\nc"\n' * 9)
+    corpus = prepare(tmp_path / "a.txt", out=tmp_path / "corpus")
+    assert "read as text, but like CSV" in corpus.notes[0]
+    (tmp_path / "b.jsonl").write_text('{"body": null, "author": "Bob"}\n' + '{"body": "text", "author": "Bob"}\n' * 9)
+    with pytest.raises(UserError, match="no column 'text'; the columns are body, author"):
+        prepare(tmp_path / "b.jsonl", out=tmp_path / "other")

@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, cast
 
+from typing_extensions import override
+
 from transformer_xl.config import UserError
 from transformer_xl.config.extras import missing_extra
 from transformer_xl.files import as_user_error, atomic_folder
@@ -236,12 +238,77 @@ def decompressed(file: IO[bytes], name: str) -> IO[bytes]:
         case "gzip":
             return cast(IO[bytes], gzip.open(file))
         case "bzip2":
-            return bz2.open(file)
+            return io.BufferedReader(_Streams(file, bz2.BZ2Decompressor))
         case "xz":
-            return lzma.open(file)
+            return io.BufferedReader(_Streams(file, lzma.LZMADecompressor))
         case "zstd":
             return cast(IO[bytes], _zstd().open(file))
     return file
+
+
+class _Streams(io.RawIOBase):
+    """All streams of a bzip2 or xz file. Python's own readers take a damaged second one for the end of the file."""
+
+    def __init__(self, file: IO[bytes], new: Callable[[], Any]) -> None:
+        self._file, self._new, self._decoder, self._position = file, new, new(), 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the end is not known")
+        wanted = offset + (self._position if whence == io.SEEK_CUR else 0)
+        if wanted < self._position:
+            self._decoder, self._position = self._new(), 0
+            self._file.seek(0)
+        skipped = memoryview(bytearray(CHUNK_BYTES))
+        while self._position < wanted and self.readinto(skipped[: wanted - self._position]):
+            pass
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any, /) -> int:
+        content = b""
+        while not content:
+            compressed = b""
+            if self._decoder.eof:
+                compressed = self._decoder.unused_data.lstrip(b"\0")  # xz files may be padded with zeros
+                while not compressed and (more := self._file.read(CHUNK_BYTES)):
+                    compressed = more.lstrip(b"\0")
+                if not compressed:
+                    return 0
+                self._decoder = self._new()
+            elif self._decoder.needs_input:
+                compressed = self._file.read(CHUNK_BYTES)
+                if not compressed:
+                    raise EOFError("its end is missing")
+            content = self._decoder.decompress(compressed, len(buffer))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+class _Kept:
+    """Reads a file, and keeps what was read last."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._last, self._position = file, b"", 0
+
+    def read(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._last, self._position = (self._last + content)[-2 * tarfile.RECORDSIZE :], self._position + len(content)
+        return content
+
+    def since(self, position: int) -> bytes:
+        """Return what was read from this position of the file on."""
+        return self._last[len(self._last) - (self._position - position) :] if position < self._position else b""
 
 
 def _zstd() -> Any:
@@ -388,9 +455,15 @@ def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> 
                         yield member.filename, archive.open(member)
             return
         # Decompressed here, since tarfile stops before the gzip checksum at the end of the stream.
-        with tarfile.open(fileobj=content, mode="r|") as archive:
+        kept = _Kept(content)
+        with tarfile.open(fileobj=cast(Any, kept), mode="r|") as archive:
             for entry in archive:
                 if entry.isreg() and wanted(entry.name):
                     yield entry.name, cast(IO[bytes], archive.extractfile(entry))
-            while content.read(CHUNK_BYTES):
-                pass
+            # a missing or damaged header ends the loop too; the end is blocks of zeros, with nothing after them
+            end = kept.since(archive.offset)
+            if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
+                raise tarfile.ReadError("its end is missing")
+            while rest := content.read(CHUNK_BYTES):
+                if rest.strip(b"\0"):
+                    raise tarfile.ReadError("something follows its end")

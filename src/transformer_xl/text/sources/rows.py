@@ -177,7 +177,11 @@ def choose_column(row: Mapping[str, Any], name: str, wanted: str | None) -> str:
         NotTextError: there is no such column, or several.
     """
     columns = ", ".join(map(str, row))
-    texts = [column for column, value in row.items() if isinstance(value, str) and not _is_number(value)]
+    texts = [
+        column
+        for column, value in row.items()
+        if value is None or (isinstance(value, str) and not _is_number(value))  # None may be a text in other rows
+    ]
     if wanted is not None or "text" in row:
         column = "text" if wanted is None else wanted
         if column in row:

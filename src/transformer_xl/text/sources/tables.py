@@ -54,6 +54,7 @@ _OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _LIST = re.compile(rb'\s*\[\s*\{\s*"')
 _STRING = rb'"(?:[^"\\\n]|\\.)*"'
 _STRINGS = re.compile(rb"\s*(?:(\[)\s*%b\s*[,\]]|%b\s*(?:\n\"|\Z))" % (_STRING, _STRING))
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _SEPARATORS = re.compile(r"[ \t\n\r,]*")
 _BATCH_ROWS = 256
 
@@ -135,13 +136,15 @@ def _is_object(line: bytes) -> bool:
 
 def looks_like_table(head: bytes) -> bool:
     """Return whether a text might be CSV or TSV: three lines or more with as many columns as a header of names."""
-    lines = head.decode("utf-8", errors="replace").splitlines()[:-1][:20]  # the last may be cut
+    text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
+    lines = text.splitlines()[:-1][:20]  # the last may be cut
     if len(lines) < 3:
         return False
     with suppress(csv.Error):
         header, *rows = csv.reader(lines, delimiter=_delimiter(lines[0]))
-        named = len(set(header)) == len(header) > 1 and all(re.fullmatch(r"\w[\w .-]{0,30}", cell) for cell in header)
-        return named and all(len(row) == len(header) for row in rows)
+        named = len(set(header)) == len(header) > 1 and all(re.fullmatch(r"\w.{0,60}", cell) for cell in header)
+        complete = rows[:-1] if len(rows) > 1 else rows  # the last may go on in the next line
+        return named and all(len(row) == len(header) for row in complete)
     return False
 
 
@@ -314,12 +317,19 @@ def _arrow_rows(
             is_stream = file.read(4) == b"\xff\xff\xff\xff"
             file.seek(0)
             if kind == "parquet":
-                yield from parquet.ParquetFile(file).iter_batches(_BATCH_ROWS, columns=columns)
+                yield from parquet.ParquetFile(file, page_checksum_verification=True).iter_batches(
+                    _BATCH_ROWS, columns=columns
+                )
                 return
             reader = ipc.open_stream(file) if is_stream else ipc.open_file(file)
             all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
             for batch in all_batches:
                 yield batch if columns is None else batch.select(columns)
+            if is_stream:
+                read = file.tell()
+                file.seek(max(0, read - len(_END_OF_STREAM)))
+                if file.read() != _END_OF_STREAM:
+                    raise pyarrow.ArrowInvalid("its end is missing, or something follows it")
 
         number, columns = 0, None
         try:
