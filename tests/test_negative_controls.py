@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "generation/test_batch.py::test_token_by_token_equals_one_pass",
     ),
     "another token in one chunk": (
-        "text.corpus_writer:_SplitWriter._add_tokens",
+        "text.corpus_writer:SplitWriter._add_tokens",
         lambda add, writer, ids: add(writer, ids[::-1].copy() if writer._max_shard_tokens == 4999 else ids),
         "text/test_corpus_writer.py::test_processes_and_shards_change_no_token",
     ),
@@ -152,5 +152,6 @@ def test_planted_fault_is_seen(fault: str, context: Any) -> None:
     process = context.Process(target=run_test, args=(fault, results))
     process.start()
     process.join(300)
+    assert process.exitcode == 0
     (message,) = results.get()
     assert re.match(r"assert|AssertionError|\s*Not equal|Tensor-likes", message), message

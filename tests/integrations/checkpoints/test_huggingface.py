@@ -130,7 +130,7 @@ def test_other_architecture_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot express shaw"):
         convert(tmp_path / "run", tmp_path / "hub", to="huggingface-4.37")
     for source in ("run", "nowhere"):
-        with pytest.raises(UserError, match=r"no output format 'onnx'; known: huggingface, huggingface-4\.37"):
+        with pytest.raises(UserError, match=r"no output format 'onnx'; known: int8, huggingface, huggingface-4\.37"):
             convert(tmp_path / source, tmp_path / "hub", to=cast(Any, "onnx"))
     assert not (tmp_path / "hub").exists()
 

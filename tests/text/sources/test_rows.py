@@ -176,7 +176,9 @@ def test_mixed_folder_reads_each_file_by_its_own_format(tmp_path: Path) -> None:
         "package.json (JSON, but no list of rows); name the column of the text with text_column"
     )
     assert like_csv == "read as text, but like CSV: f.txt; input_format=csv reads rows"
-    assert rows.startswith("rows are documents: b.jsonl, d.csv, g.zip (jsonl, csv, archive); input_format=text")
+    assert rows.startswith(
+        "rows are documents: b.jsonl, d.csv, g.zip (jsonl, csv, archive, column body); input_format=text"
+    )
     raw = prepare(train=tmp_path / "mixed/b.jsonl", out=tmp_path / "d", input_format="text")
     assert bytes(raw.split("train").tokens[:]) == files["b.jsonl"]
     named = prepare(train=tmp_path / "mixed/c.csv", out=tmp_path / "e", text_column="y")
@@ -335,6 +337,8 @@ def test_a_mark_hides_no_table_and_an_empty_value_no_column(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("\ufeffid;the title (short);body\n" + '1;a;"b\nc"\n' * 9)
     corpus = prepare(tmp_path / "a.txt", out=tmp_path / "corpus")
     assert "read as text, but like CSV" in corpus.notes[0]
+    (tmp_path / "c.csv").write_text("id,author\n" + "1,Bob\n2,Ann\n3,Eve\n" * 9)
+    assert "c.csv (csv, column author); input_format" in prepare(tmp_path / "c.csv", out=tmp_path / "c").notes[0]
     (tmp_path / "b.jsonl").write_text('{"body": null, "author": "Bob"}\n' + '{"body": "text", "author": "Bob"}\n' * 9)
     with pytest.raises(UserError, match="no column 'text'; the columns are body, author"):
         prepare(tmp_path / "b.jsonl", out=tmp_path / "other")

@@ -77,6 +77,8 @@ class RowFile:
     kind: InputFormat | None = None
     """What it holds, or None for an archive."""
     split: SplitName | None = None
+    column: str | None = None
+    """The column that has the texts, where it is known."""
     rows: Iterable[Any] | None = None
     """Rows in memory; `path` is then only a name for messages."""
     left_out: list[str] = field(default_factory=list, compare=False)

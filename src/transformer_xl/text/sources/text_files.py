@@ -128,6 +128,8 @@ def source_of_rows(
         what = ", ".join(dict.fromkeys(file.kind or "archive" for file in tables))
         could_be_text = {"csv", "tsv", "json", "jsonl"} & {file.kind for file in tables}
         advice = "; input_format=text reads files as they are" if could_be_text else ""
+        columns = dict.fromkeys(file.column for file in tables if file.column not in (None, "text"))
+        what += "".join(f", column {column}" for column in columns)
         notes = (*notes, f"rows are documents: {first_few([str(file.path) for file in tables])} ({what}){advice}")
     is_integer = kind == "integer"
     return RowSource(
@@ -311,9 +313,9 @@ def _text_of_file(path: Path, selection: FileSelection, progress: Callable[[int]
     if kind != "text":
         rows = RowFile(path, config, kind)
         with closing(rows.batches()) as batches:
-            next(batches, None)  # has a column with texts
+            first = next(batches, None)  # has a column with texts
         progress(path.stat().st_size)
-        return rows
+        return replace(rows, column=None if first is None else first.column)
     if config.input_format is None and looks_like_table(head):
         selection.like_tables.append(str(path))
     if encoding != BINARY:
