@@ -133,7 +133,8 @@ def test_data_sets_and_tables_of_other_libraries(tmp_path: Path, expected: dict[
     splits = datasets.DatasetDict(train=dataset, validation=dataset.select(range(3)))
     splits.save_to_disk(tmp_path / "splits")
     frame = pandas.DataFrame(ROWS)
-    for number, documents in enumerate((dataset, dataset.to_iterable_dataset(), frame, iter(ROWS))):
+    table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS)
+    for number, documents in enumerate((dataset, dataset.to_iterable_dataset(), frame, table, iter(ROWS))):
         assert contents(prepare(out=tmp_path / f"{number}", documents=documents)) == expected
     assert contents(prepare(tmp_path / "saved", tmp_path / "s")) == expected
     in_memory = contents(prepare(out=tmp_path / "m", documents=splits))

@@ -385,6 +385,8 @@ def rows_in_memory(texts: object, config: TextConfig | None = None) -> RowFile |
         UserError: no column has the texts, or several do.
     """
     config, table = config or TextConfig(), cast(Any, texts)
+    if hasattr(texts, "to_pylist") and hasattr(texts, "column_names"):  # of pyarrow
+        texts = table = table.to_pylist()
     columns = getattr(texts, "columns", None)
     if columns is not None and hasattr(texts, "shape"):  # a DataFrame: its iterator yields the names of columns
         values = {str(name): next(iter(table[name]), "") for name in columns}
