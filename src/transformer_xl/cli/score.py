@@ -79,7 +79,7 @@ def score(
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
     from transformer_xl.text.sources.archives import read_text_file
-    from transformer_xl.text.sources.tables import format_of
+    from transformer_xl.text.sources.tables import format_of, looks_like_table
 
     contents = {
         name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
@@ -90,6 +90,8 @@ def score(
             if kind in ("parquet", "arrow"):
                 raise UserError(f"{name} is {kind}, not text; --per word reads its rows")
             note(f"{name} is {kind}, and read as it is; --per word reads its rows")
+        elif per != "word" and looks_like_table(content):
+            note(f"{name} looks like CSV, and is read as it is; --per word --input-format csv reads its rows")
         if b"\r" in content and b"\n" not in content:
             note(f"{name}: its lines end in CR alone, which ends no line here; change CR to LF (tr '\\r' '\\n')")
     items: list[TextItem] = []

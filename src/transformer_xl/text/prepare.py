@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +20,7 @@ from typing_extensions import Unpack
 
 from transformer_xl.config import UserError, check_settings, check_type, nearest
 from transformer_xl.files import as_user_error, atomic_folder, check_is_new, json_digest
-from transformer_xl.text.corpus_writer import Unfinished, fill_corpus, is_unfinished
+from transformer_xl.text.corpus_writer import UNFINISHED, Unfinished, fill_corpus, is_unfinished
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress
 from transformer_xl.text.sources.file_codec import FileCodec, find_codec
@@ -29,6 +28,7 @@ from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADAB
 from transformer_xl.text.sources.rows import RowFile, RowSource, rows_in_memory
 from transformer_xl.text.sources.splitting import TextRange
 from transformer_xl.text.sources.text_files import (
+    STANDARD_INPUT,
     BytesRange,
     FileSelection,
     common_folder,
@@ -140,7 +140,7 @@ def prepare(
     }
     if not _STANDARD_INPUT.isdisjoint(path for of_split in sources.values() for path in of_split):
         with TemporaryDirectory(prefix="txl-") as kept:  # it is read more than once
-            file = Path(kept, "standard-input")
+            file = Path(kept, STANDARD_INPUT)
             with as_user_error(f"writing {file}"), file.open("wb") as stream:
                 shutil.copyfileobj(sys.stdin.buffer, stream, 2**20)
             replaced: dict[str, Any] = {
@@ -185,7 +185,14 @@ def prepare(
     what = tokenizer_config.model_dump() if tokenizer_config else fingerprint(cast(Tokenizer, given_tokenizer))
     key = None if documents is not None else _key(text, text_config, what, document_unit)
     notes = [*text.notes]
-    with atomic_folder(folder, goes_on=None if key is None else partial(is_unfinished, key=key)) as temporary:
+
+    def goes_on(found: Path) -> bool:
+        is_same = is_unfinished(found, str(key))
+        if not is_same and (found / UNFINISHED).exists():
+            notes.append("began anew: an earlier process had begun with another text or other settings")
+        return is_same
+
+    with atomic_folder(folder, goes_on=None if key is None else goes_on) as temporary:
         unfinished = Unfinished(temporary, key)
         if unfinished.found:
             notes.append("went on with what an earlier process had begun")
@@ -199,7 +206,8 @@ def prepare(
 
                 measures = text.rows.measure(measures, workers=num_workers, progress=progress, save=save)
                 unfinished.values["measures"] = measures
-            rows, how = text.rows.measured(measures)
+            rows, how, unequal = text.rows.measured(measures)
+            notes += [unequal] * bool(unequal)
             description = f"{description}; {how}" if how else description
             if left_out := measures["left_out"]:
                 notes.append(f"left out files of archives: {first_few(left_out)}")

@@ -15,6 +15,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ CONTAINERS: dict[str, Callable[[], bytes]] = {
     "a.csv": as_csv,
     "semicolons.csv": lambda: as_csv(";"),
     "a.tsv": lambda: as_csv("\t"),
+    "excel.csv": lambda: b"sep=|\r\n" + as_csv("|"),
+    "objects.txt": lambda: "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(),
+    "lists.json": lambda: "\n".join(json.dumps(ROWS[start : start + 9]) for start in range(0, len(ROWS), 9)).encode(),
+    "indented": lambda: "\n".join(json.dumps(row, indent=2) for row in ROWS).encode(),
     "a.parquet": lambda: as_arrow("parquet"),
     "a.arrow": lambda: as_arrow("file"),
     "stream.arrow": lambda: as_arrow("stream"),
@@ -205,7 +210,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "several.jsonl": (b'{"title":"a","body":"b"}\n', "no column 'text'; the columns are title, body; name that"),
     "blank.jsonl": (b"\n\n", "there is no text in .*blank.jsonl"),
     "cut.json": (b'[{"text":"a"},{"te', "cut.json: row 2: not JSON"),
-    "two.json": (b'["a"]\n["b"]', "two.json: not JSON: it goes on after the list"),
+    "lists.txt": (b'["a", 1]\n["b", 2]\n', "lists.txt: line 1: expected a JSON object, .*input_format=text"),
+    "commas.json": (b'[{"text":"a"},{"text":"b"},,]', "commas.json: row 3: not JSON"),
+    "no-comma.json": (b'[{"text":"a"} {"text":"b"}]', "no-comma.json: row 2: not JSON .no comma before it"),
+    "prose.txt": (b'{"a": 1}\nand a text\n', "prose.txt: line 2: expected a JSON object.*input_format=text"),
+    "inside.json": (b'{"data": [{"text": "a"}]}', "inside.json is JSON, but no list of rows"),
     "object.json": (b'{"a":\n1}', "object.json is JSON, but no list of rows; .*input_format=text"),
     "quotes.csv": (b'text\n"a\nb\n', "quotes.csv: line 3: not CSV"),
     "columns.csv": (b"text,id\na,1\nb,2,3\n", "columns.csv: line 3: not one value for each of the columns text, id"),
@@ -233,6 +242,31 @@ def test_what_has_no_texts_is_refused_by_name(tmp_path: Path, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+# a table, and its texts
+TABLES: dict[str, tuple[bytes, list[bytes]]] = {
+    "open-quotes.tsv": (b'a\tlabel\n"Oh no\t1\nsaid "yes"\t0\n"Oh\t1\n', [b'"Oh no', b'said "yes"', b'"Oh']),
+    "lines.tsv": (b'id\tbody\n1\t"a\nb ""c"""\n2\td\n', [b'a\nb "c"', b"d"]),
+    "number-first.csv": (b"stars,review\n5,7\n1,good\n", [b"7", b"good"]),
+    "empty-first.csv": (b"id,review\n1,\n2,good\n", [b"good"]),
+    "returns.csv": (b"id,review\r1,bad\r2,good\r", [b"bad", b"good"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_as_programs_write_them(tmp_path: Path, name: str) -> None:
+    content, texts = TABLES[name]
+    make_files(tmp_path, {name: content})
+    split = prepare(train=tmp_path / name, out=tmp_path / "c").split("train")
+    starts = [*split.document_starts.tolist(), split.num_tokens]
+    assert [bytes(split.tokens[start:end]) for start, end in pairwise(starts)] == texts
+
+
+def test_repeated_texts_make_unequal_splits_with_a_note(tmp_path: Path) -> None:
+    make_files(tmp_path, {"a.jsonl": GOOD * 60 + b"".join(b'{"text":"%d"}\n' % number for number in range(9))})
+    notes = prepare(tmp_path / "a.jsonl", tmp_path / "c", valid_fraction=0.3, test_fraction=0.3).notes
+    assert any("of the text, as rows with the same text are in one split" in note for note in notes)
+
+
 def test_more_refusals(tmp_path: Path) -> None:
     make_files(tmp_path, {"a.db": database(tmp_path / "made"), "a.txt": b"text\n" * 99})
     with pytest.raises(UserError, match=r"a.db is an SQLite database, not text"):
@@ -251,7 +285,9 @@ def test_standard_input(tmp_path: Path) -> None:
     done = subprocess.run(command, input=gzip.compress(as_csv()), env=environment, capture_output=True)
     assert done.returncode == 0
     assert b"read as text, but like CSV: standard input; --input-format csv reads rows" in done.stderr
-    assert contents(Corpus.open(tmp_path / "c"))["train"]["num_documents"] > 1
+    corpus = Corpus.open(tmp_path / "c")
+    assert contents(corpus)["train"]["num_documents"] > 1
+    assert corpus.record.source.startswith("standard input; ")
 
 
 @pytest.mark.parametrize("kind", ["rows", "text"])
@@ -302,7 +338,7 @@ def test_killed_preparation_goes_on_and_gives_the_same_files(tmp_path: Path, kin
     (unfinished,) = tmp_path.glob(".d.partial-*")
     source.write_bytes(source.read_bytes() + b"\n")
     anew = prepare(source, tmp_path / "d", tokenizer=tokenizer)
-    assert "went on with what an earlier process had begun" not in anew.notes
+    assert any(note.startswith("began anew: an earlier process had begun with another text") for note in anew.notes)
     assert not unfinished.exists()
 
 
@@ -310,7 +346,8 @@ def damaged_files() -> dict[str, bytes]:
     """Files that are cut, or whose second part is damaged, and what their readers would take for the end."""
     half = b"".join(b'{"text": "some text of row %d"}\n' % number for number in range(40))
     tar = tar_of({f"{number}.txt": b"text %d\n" % number * 40 for number in range(9)}, "w")
-    files = {"cut.tar": tar[: 4 * 1024], "joined.tar": tar + tar}
+    archive = zip_of({"a.txt": b"text\n" * 40})
+    files = {"cut.tar": tar[: 4 * 1024], "joined.tar": tar + tar, "joined.zip": archive + archive}
     for suffix, library in (("bz2", bz2), ("xz", lzma)):
         first, second = library.compress(half), library.compress(half)
         files |= {f"damaged.jsonl.{suffix}": first + b"\0a" + second[2:], f"more.jsonl.{suffix}": first + b"more"}

@@ -141,6 +141,8 @@ def list_runs(folder: Path | str, *, sort: str = "run", reverse: bool = False) -
         try:
             rows.append(RunRecord.read(path).as_dict())
         except UserError as error:
+            if not (_OF_RUNS - {"config.yaml"}) & set(os.listdir(path)):  # the settings of some other program
+                continue
             problem = str(error) if str(path) in str(error) else f"{path}: {error}"
             rows.append(dict.fromkeys(COLUMNS) | {"run": str(path), "problem": problem})
     if not rows:
@@ -154,7 +156,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of runs in a folder and below it, in order of names; also of damaged ones that lack files."""
     for place, folders, files in os.walk(folder):
         names = {*folders, *files}
-        if len(_OF_RUNS & names) >= 2 and not _OF_OTHERS & names:
+        if (len(_OF_RUNS & names) >= 2 or "config.yaml" in names) and not _OF_OTHERS & names:
             yield Path(place)
         folders[:] = sorted(name for name in folders if name not in _WITHOUT_RUNS and not name.startswith("."))
 

@@ -450,6 +450,8 @@ def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> 
         content.seek(0)
         if archive_of(head, path.name) == "zip":
             with zipfile.ZipFile(content) as archive:
+                if min((member.header_offset for member in archive.infolist()), default=0):
+                    raise zipfile.BadZipFile("something precedes it, perhaps another archive")
                 for member in archive.infolist():
                     if not member.is_dir() and wanted(member.filename):
                         yield member.filename, archive.open(member)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count, islice
+from itertools import accumulate, chain, count, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ from transformer_xl.text.sources.splitting import draw_buckets
 from transformer_xl.text.sources.tables import HEAD_BYTES, format_of, json_rows, line_blocks, read_rows
 from transformer_xl.text.text_config import BINARY, InputFormat, TextConfig
 
+CHOICE_ROWS = 100
+"""Number of the first rows that say which column has the texts."""
 NUM_BUCKETS = 2**16
 """Number of parts, by the hash of their texts, that rows are drawn in."""
 
@@ -136,30 +138,36 @@ class RowFile:
         if kind != "jsonl":
             column: list[str] = []
 
-            def choose(row: Mapping[str, Any]) -> list[str]:
-                column.append(choose_column(row, name, self.config.text_column))
+            def choose(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+                column.append(choose_column(rows, name, self.config.text_column))
                 return column
 
-            yield from self._of_rows(name, read_rows(name, content, kind, encoding, choose))
+            rows = read_rows(name, content, kind, encoding, choose)
+            if kind == "json" and self.config.text_column is None:
+                rows = _unless_settings(name, rows)
+            yield from self._of_rows(name, rows)
             return
         chosen, first = "", 1
         for block in line_blocks(utf8_chunks(content, encoding, name)):
-            if not chosen and (rows := next(json_rows(name, block.split(b"\n"), first), None)):
-                chosen = choose_column(rows[1], name, self.config.text_column)
+            if not chosen:
+                rows = [row for _, row in islice(json_rows(name, block.split(b"\n"), first), CHOICE_ROWS)]
+                chosen = choose_column(rows, name, self.config.text_column) if rows else ""
             num_lines = block.count(b"\n")
             yield TextBatch(name, first, num_lines + 1, chosen, self.split, block)
             first += num_lines
 
     def _of_rows(self, name: str, rows: Iterable[tuple[str, Any]]) -> Iterator[TextBatch]:
         """Yield the texts of rows, or texts, in batches; `document` is their number."""
+        wanted, rest = self.config.text_column, iter(rows)
+        first = list(islice(rest, CHOICE_ROWS))
+        mappings = [row for _, row in first if isinstance(row, Mapping)]
+        column = choose_column(mappings, name, wanted) if mappings else wanted or "text"
         texts: list[tuple[str, bytes]] = []
-        size, column = 0, ""
-        for place, row in rows:
-            if not isinstance(row, Mapping):
-                row = {self.config.text_column or "text": row}
-            column = column or choose_column(row, name, self.config.text_column)
-            texts.append((place, text_of_row(row, column, place)))
-            size += len(texts[-1][1])
+        size = 0
+        for place, row in chain(first, rest):
+            text = text_of_row(row if isinstance(row, Mapping) else {column: row}, column, place)
+            texts.append((place, text))
+            size += len(text)
             if size >= CHUNK_BYTES:
                 yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
                 texts, size = list[tuple[str, bytes]](), 0
@@ -167,33 +175,56 @@ class RowFile:
             yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
 
 
+def _unless_settings(
+    name: str, rows: Iterator[tuple[str, Mapping[str, Any]]]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of JSON, unless they are one object without a text: the settings of some program.
+
+    Raises:
+        NotTextError: they are.
+    """
+    first = list(islice(rows, 2))
+    if len(first) == 1 and "text" not in first[0][1]:
+        reason = "JSON, but no list of rows"
+        raise NotTextError(
+            f"{name} is {reason}; leave it out, name the column of its text with text_column, or give "
+            "input_format=text to read it as it is",
+            reason,
+        )
+    yield from chain(first, rows)
+
+
 def _is_visible(member: str) -> bool:
     """Return whether a file of an archive is read: not one that is hidden, or that macOS adds."""
     return not any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(member).parts if part != ".")
 
 
-def choose_column(row: Mapping[str, Any], name: str, wanted: str | None) -> str:
+def choose_column(rows: Sequence[Mapping[str, Any]], name: str, wanted: str | None) -> str:
     """Return the column that has the texts: the one that is wanted, else text, else the only one with a text.
+
+    Args:
+        rows: the first rows.
+        name: of the file, for messages.
+        wanted: the column that has the texts, or None.
 
     Raises:
         NotTextError: there is no such column, or several.
     """
-    columns = ", ".join(map(str, row))
-    texts = [
+    columns = dict.fromkeys(str(column) for row in rows for column in row)
+    column = "text" if wanted is None else wanted
+    if column in columns:
+        return column
+    texts = {
         column
+        for row in rows
         for column, value in row.items()
-        if value is None or (isinstance(value, str) and not _is_number(value))  # None may be a text in other rows
-    ]
-    if wanted is not None or "text" in row:
-        column = "text" if wanted is None else wanted
-        if column in row:
-            return column
-    elif len(texts) == 1:
-        return texts[0]
-    missing = "no column 'text'" if wanted is None else f"no column '{wanted}'"
+        if isinstance(value, str) and value and not _is_number(value)
+    }
+    if wanted is None and len(texts) == 1:
+        return texts.pop()
+    missing, known = f"no column '{column}'", ", ".join(columns)
     raise NotTextError(
-        f"{name}: {missing}; the columns are {columns}; name that of the text with text_column",
-        f"{missing}, but {columns}",
+        f"{name}: {missing}; the columns are {known}; name that of the text with text_column", f"{missing}, but {known}"
     )
 
 
@@ -333,8 +364,8 @@ class DocumentRows:
                 save(values)
         return values() | {"whole": True}
 
-    def measured(self, measures: Mapping[str, Any]) -> tuple[DocumentRows, str]:
-        """Return the rows with the split that follows from their measures, and a description of it.
+    def measured(self, measures: Mapping[str, Any]) -> tuple[DocumentRows, str, str]:
+        """Return the rows with the split that follows from their measures, a description of it, and a note or nothing.
 
         Raises:
             UserError: a split would be empty.
@@ -344,8 +375,8 @@ class DocumentRows:
             names = ", ".join(measures["left_out"][:3]) or ", ".join(str(file.path) for file in self.files[:3])
             raise UserError(f"there is no text in {names}; give files with texts")
         if all(file.split for file in self.files):
-            return replace(self, sizes=sizes), ""
-        fractions = {"valid": config.valid_fraction, "test": config.test_fraction}
+            return replace(self, sizes=sizes), "", ""
+        fractions, unequal = {"valid": config.valid_fraction, "test": config.test_fraction}, ""
         if config.split_method == "end":
             ends = tuple(accumulate((1 - sum(fractions.values()), *fractions.values())))
             choice = SplitChoice(config.seed, ends=tuple(sum(sizes) * end for end in ends))
@@ -354,17 +385,24 @@ class DocumentRows:
             buckets = {bucket: size for bucket, size in measures["buckets"] if size}
             drawn = draw_buckets(buckets, cast(Any, fractions))
             if any(not drawn[split] for split in SPLITS if split == "train" or fractions[split]):
+                advice = "; unpack archives to split the text of their files" * any(not one.kind for one in self.files)
+                if any(one.kind in ("json", "jsonl", "csv", "tsv") for one in self.files):
+                    advice = "; input_format=text takes the files for text"
                 raise UserError(
                     f"{len(buckets):,} different documents cannot be split into train, valid and test; give more, or "
-                    "change valid_fraction and test_fraction (0 for none), or give train, valid and test by themselves"
+                    f"change valid_fraction and test_fraction (0 for none), or give train, valid and test alone{advice}"
                 )
+            parts = {split: sum(buckets[one] for one in drawn[cast(Any, split)]) / sum(sizes) for split in fractions}
+            if any(abs(parts[split] - asked) > 0.5 * asked for split, asked in fractions.items()):
+                found = " and ".join(f"{split} has {part:.1%}" for split, part in parts.items())
+                unequal = f"{found} of the text, as rows with the same text are in one split, and none is divided"
             table = bytearray(NUM_BUCKETS)
             for split in SPLITS:
                 for bucket in drawn[split]:
                     table[bucket] = SPLITS.index(split)
             choice = SplitChoice(config.seed, bytes(table))
             how = f"rows drawn at random by their text with seed {config.seed}"
-        return replace(self, sizes=sizes, choice=choice), how
+        return replace(self, sizes=sizes, choice=choice), how, unequal
 
 
 @dataclass(frozen=True)
@@ -389,14 +427,17 @@ def rows_in_memory(texts: object, config: TextConfig | None = None) -> RowFile |
         texts = table = table.to_pylist()
     columns = getattr(texts, "columns", None)
     if columns is not None and hasattr(texts, "shape"):  # a DataFrame: its iterator yields the names of columns
-        values = {str(name): next(iter(table[name]), "") for name in columns}
-        column = choose_column(values, "the table", config.text_column)
-        table = table[next(name for name in columns if str(name) == column)]
+        names = {str(name): name for name in columns}
+        if len(names) < len(columns):
+            raise UserError(f"the table has two columns of one name; rename one of {', '.join(map(str, columns))}")
+        heads = [[(name, value) for value in islice(table[names[name]], CHOICE_ROWS)] for name in names]
+        column = choose_column([dict(row) for row in zip(*heads, strict=True)], "the table", config.text_column)
+        table = table[names[column]]
     else:
         if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):  # pyrefly: ignore[implicit-any-type-argument]
             return None
-        first = next(iter(table), None)
-        if not isinstance(first, Mapping):
+        first = list(islice(table, CHOICE_ROWS))
+        if not first or not all(isinstance(row, Mapping) for row in first):
             return None
         column = choose_column(first, "the rows", config.text_column)
         if hasattr(table, "select_columns"):  # a data set, which then decodes no pictures

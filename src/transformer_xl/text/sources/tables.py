@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -50,12 +50,11 @@ _NOT_TEXT = {  # by the first bytes, where a text could be suspected; all others
     b"GGUF": "a GGUF model",
 }
 _OF_ZIP = {"[Content_Types].xml": "an Office document", "mimetype": "an OpenDocument or EPUB file"}
-_OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
-_LIST = re.compile(rb'\s*\[\s*\{\s*"')
-_STRING = rb'"(?:[^"\\\n]|\\.)*"'
-_STRINGS = re.compile(rb"\s*(?:(\[)\s*%b\s*[,\]]|%b\s*(?:\n\"|\Z))" % (_STRING, _STRING))
+_JSON_START = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:|\[\s*\{\s*"')
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_SEPARATORS = re.compile(r"[ \t\n\r,]*")
+_TEXTS_START = re.compile(r'\[\s*"(?:[^"\\]|\\.)*"\s*,')
+_SPACE = re.compile(r"[ \t\n\r]*")
+_AS_TEXT = "input_format=text reads the file as it is"
 _BATCH_ROWS = 256
 
 
@@ -86,22 +85,43 @@ def format_of(name: str, head: bytes) -> InputFormat:
     by_suffix = next((kind for suffix, kind in _SUFFIXES.items() if stem.endswith(suffix)), None)
     if by_suffix in ("parquet", "arrow") and head:
         raise UserError(f"{name}: damaged: it does not begin as {by_suffix} does; get it again")
-    if by_suffix:
+    if by_suffix not in (None, "jsonl"):
         return by_suffix
-    head = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
-    first, newline, rest = head.lstrip().partition(b"\n")
-    second, end, _ = rest.partition(b"\n")
-    whole = [
-        line for line, mark in ((first, newline), (second, end)) if line.strip() and (mark or len(head) < HEAD_BYTES)
-    ]
-    if whole and all(map(_is_object, whole)):
-        return "jsonl"
-    if not newline and len(head) >= HEAD_BYTES and _OBJECT.match(head):  # a very long line
-        return "jsonl"
-    strings = _STRINGS.match(head) if "." not in PurePath(stem).name else None  # such as standard input
-    if strings and not strings[1]:
-        return "jsonl"
-    return "json" if strings or _LIST.match(head) or stem.endswith(".json") else "text"
+    return _json_format(head, PurePath(stem)) or by_suffix or ("json" if stem.endswith(".json") else "text")
+
+
+def _json_format(head: bytes, name: PurePath) -> InputFormat | None:
+    """Return the format of JSON that has rows, by its first two values, or None for anything else.
+
+    A list of texts, or a text in quotation marks (which may be dialogue), is JSON only where a name says nothing.
+    """
+    is_named = bool(name.suffix)  # unlike standard input
+    is_cut, text = len(head) >= HEAD_BYTES, head[:HEAD_BYTES].decode(errors="ignore").lstrip("\ufeff \t\r\n")
+    values, ends = list[Any](), [0]
+    with suppress(ValueError, RecursionError):
+        while len(values) < 2 and (start := _after_space(text, ends[-1])) < len(text):
+            value, end = json.JSONDecoder().raw_decode(text, start)
+            values.append(value)
+            ends.append(end)
+    if not values:  # a long one, or a damaged one
+        if not (_JSON_START.match(text) or (not is_named and _TEXTS_START.match(text))):
+            return None
+        return "jsonl" if is_cut and "\n" not in text and text[0] == "{" else "json"
+    lists = [value for value in values if isinstance(value, list)]
+    row = values[0][0] if values[0] and lists[:1] == values[:1] else values[0]
+    if isinstance(row, str):
+        is_all = len(values) == 2 or _after_space(text, ends[1]) == len(text)
+        if not is_all or (is_named and len(lists) < 2):
+            return None
+        return "json" if len(lists) == 1 else "jsonl"
+    if not isinstance(row, dict) or not row:
+        return None
+    is_line = "\n" not in text[: ends[1]] and text[ends[1] :].lstrip(" \t\r")[:1] in ("", "\n")
+    return "jsonl" if is_line and not lists and (is_cut or len(values) == 2 or name.suffix != ".json") else "json"
+
+
+def _after_space(text: str, position: int) -> int:
+    return _SPACE.match(text, position).end()  # pyrefly: ignore[missing-attribute]
 
 
 def _not_text(name: str, what: str) -> NotTextError:
@@ -127,13 +147,6 @@ def check_zip(path: Path) -> None:
         )
 
 
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(parse_json(line), dict)
-    except ValueError:
-        return False
-
-
 def looks_like_table(head: bytes) -> bool:
     """Return whether a text might be CSV or TSV: three lines or more with as many columns as a header of names."""
     text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
@@ -153,7 +166,7 @@ def read_rows(
     content: bytes | IO[bytes],
     kind: InputFormat | None = None,
     encoding: str = "utf-8",
-    choose: Callable[[Mapping[str, Any]], list[str]] | None = None,
+    choose: Callable[[Sequence[Mapping[str, Any]]], list[str]] | None = None,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each row of a table is, and its values by column.
 
@@ -162,7 +175,7 @@ def read_rows(
         content: its content, decompressed: bytes, or an open file, which need not be able to seek.
         kind: its format, or None for what its content or suffix says.
         encoding: its encoding, unless it is Parquet or Arrow.
-        choose: called with the first row of Parquet or Arrow, returns the columns that are read; None for all.
+        choose: called with the first rows of Parquet or Arrow, returns the columns that are read; None for all.
 
     Raises:
         UserError: it is no such table, is damaged, or a library that reads it is missing.
@@ -173,10 +186,11 @@ def read_rows(
         return _arrow_rows(name, file, kind, choose)
     chunks = utf8_chunks(file, encoding, name)
     if kind == "json":
-        return _json_list(name, chunks)
+        return _json_values(name, chunks)
     if kind == "jsonl":
         return json_rows(name, _lines(chunks))
-    return csv_rows(name, (line.decode() for line in _lines(chunks)))
+    # a carriage return alone ends a line too
+    return csv_rows(name, (line.decode() for block in line_blocks(chunks) for line in block.splitlines(keepends=True)))
 
 
 def line_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -210,26 +224,73 @@ def csv_rows(name: str, lines: Iterable[str], *, quotes: bool = True) -> Iterato
         UserError: it is no such table.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
-    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-    rest = iter(lines)
+    rest, num_before = iter(lines), 0
     first = next(rest, "")
-    reader = csv.DictReader(chain([first], rest), delimiter=_delimiter(first), strict=True, quoting=quoting)
+    delimiter = _delimiter(first)
+    if by_excel := re.fullmatch(r"sep=(.)\s*", first):  # a line that Excel writes before the header
+        delimiter, first, num_before = by_excel[1], next(rest, ""), 1
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    reader = csv.reader(chain([first], rest), delimiter=delimiter, strict=True, quoting=quoting)
     try:
-        header = reader.fieldnames or ()
+        header: list[str] = next(reader, [])
         if len(set(header)) < len(header):
             raise UserError(f"{name}: two columns have the same name; rename one of {', '.join(header)}")
-        for row in reader:
-            place = f"{name}: line {reader.line_num:,}"
-            if None in row or None in row.values():
+        records: Iterable[tuple[int, list[str]]] = ((reader.line_num, values) for values in reader)
+        if delimiter == "\t" and quotes:
+            records = _tsv_records(rest, len(header), reader.line_num)
+        for line_number, values in records:
+            if not values:
+                continue
+            place = f"{name}: line {line_number + num_before:,}"
+            if len(values) != len(header):
                 raise UserError(
                     f"{place}: not one value for each of the columns {', '.join(header)}; put a text with a comma, tab "
-                    "or quotation mark in quotation marks, and double those inside"
+                    "or quotation mark in quotation marks, and double those inside; a text of several lines needs "
+                    f"commas between columns, not tabs; {_AS_TEXT}"
                 )
-            yield place, row
+            yield place, dict(zip(header, values, strict=True))
     except csv.Error as error:
         raise UserError(
-            f"{name}: line {reader.reader.line_num:,}: not CSV ({error}); check its quotation marks"
+            f"{name}: line {reader.line_num + num_before:,}: not CSV ({error}); check its quotation marks; {_AS_TEXT}"
         ) from None
+
+
+def _tsv_records(lines: Iterator[str], count: int, number: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the last line of each record of TSV, and its values.
+
+    Many programs write TSV without a thought of quotation marks, so one that would join lines which are complete, with
+    a value for each column, is part of its value.
+
+    Args:
+        lines: the lines behind the header, with their ends.
+        count: number of columns.
+        number: number of lines before them.
+    """
+    held: list[str] = []
+
+    def held_lines() -> Iterator[str]:
+        for line in lines:
+            held.append(line)
+            yield line
+
+    while True:
+        held.clear()
+        problem: csv.Error | None = None
+        values: list[str] = []
+        try:
+            values = next(csv.reader(held_lines(), delimiter="\t", strict=True), values)
+        except csv.Error as error:
+            problem = error
+        if not held:
+            return
+        of_lines = [line.rstrip("\r\n").split("\t") for line in held]
+        if (problem or len(held) > 1) and all(len(of_line) == count for of_line in of_lines):
+            yield from enumerate(of_lines, start=number + 1)
+        elif problem:
+            raise problem
+        else:
+            yield number + len(held), values
+        number += len(held)
 
 
 def _delimiter(header: str) -> str:
@@ -263,43 +324,58 @@ def _json_row(place: str, row: Any) -> dict[str, Any]:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        raise UserError(f'{place}: expected a JSON object, such as {{"item": 1, "text": "A sentence."}}')
+        example = '{"item": 1, "text": "A sentence."}'
+        raise NotTextError(f"{place}: expected a JSON object, such as {example}; {_AS_TEXT}", "JSON without rows")
     return row
 
 
-def _json_list(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each object of a list is, and the object; the file is read as far as the next object needs."""
-    decode = json.JSONDecoder().raw_decode
-    text, number = next(chunks, b"").decode().lstrip(), 0
-    if not text.startswith("["):
-        reason = "JSON, but no list of rows"
-        raise NotTextError(f"{name} is {reason}; leave it out, or give input_format=text to read it as it is", reason)
-    position = 1
+def _json_values(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row of JSON is, and the row: objects one after another, or in lists.
+
+    The file is read as far as the next row needs.
+    """
+    text, position, number = "", 0, 0
+    expected = "row"  # in a list: "row or ]", then ", or ]", and after a comma "item"
     while True:
-        position = _SEPARATORS.match(text, position).end()  # pyrefly: ignore[missing-attribute]
-        if text.startswith("]", position):
-            if text[position + 1 :].strip() or any(chunk.strip() for chunk in chunks):
-                raise UserError(f"{name}: not JSON: it goes on after the list; correct it, or get the file again")
+        position = _after_space(text, position)
+        if position == len(text):
+            text, position = next(chunks, b"").decode(), 0
+            if text:
+                continue
+            if expected != "row":
+                raise UserError(f"{name}: not JSON: its end is missing; get the file again")
             return
-        place = f"{name}: row {number + 1:,}"
-        try:
-            row, position = decode(text, position)
-        except RecursionError:
-            raise UserError(f"{place}: nested too deeply") from None
-        except json.JSONDecodeError as error:
-            # as much again as there is, so that a long row is not read in many small steps
-            more = b"".join(islice(chunks, 1 + (len(text) - position) // 2**20)).decode()
-            is_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
-            if not more or not is_cut:
-                raise UserError(f"{place}: not JSON ({error.msg}); correct it, or get the file again") from None
-            text, position = text[position:] + more, 0
-            continue
-        number += 1
-        yield place, _json_row(place, row)
+        place, sign = f"{name}: row {number + 1:,}", text[position]
+        if sign == "[" and expected == "row":
+            expected, position = "row or ]", position + 1
+        elif sign == "]" and "]" in expected:
+            expected, position = "row", position + 1
+        elif sign == "," and "," in expected:
+            expected, position = "item", position + 1
+        else:
+            try:
+                row, end = json.JSONDecoder().raw_decode(text, position)
+            except RecursionError:
+                raise UserError(f"{place}: nested too deeply; {_AS_TEXT}") from None
+            except json.JSONDecodeError as error:
+                # as much again as there is, so that a long row is not read in many small steps
+                more = b"".join(islice(chunks, 1 + (len(text) - position) // 2**20)).decode()
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
+                if not more or not is_cut:
+                    raise UserError(
+                        f"{place}: not JSON ({error.msg}); correct it, or get it again; {_AS_TEXT}"
+                    ) from None
+                text, position = text[position:] + more, 0
+                continue
+            if "," in expected:
+                raise UserError(f"{place}: not JSON (no comma before it); correct it; {_AS_TEXT}")
+            position, expected = end, "row" if expected == "row" else ", or ]"
+            yield place, _json_row(place, row)
+            number += 1
 
 
 def _arrow_rows(
-    name: str, file: IO[bytes], kind: InputFormat, choose: Callable[[Mapping[str, Any]], list[str]] | None
+    name: str, file: IO[bytes], kind: InputFormat, choose: Callable[[Sequence[Mapping[str, Any]]], list[str]] | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield where each row of a Parquet or Arrow file is, and its values by column."""
     try:
@@ -317,9 +393,11 @@ def _arrow_rows(
             is_stream = file.read(4) == b"\xff\xff\xff\xff"
             file.seek(0)
             if kind == "parquet":
-                yield from parquet.ParquetFile(file, page_checksum_verification=True).iter_batches(
-                    _BATCH_ROWS, columns=columns
-                )
+                table = parquet.ParquetFile(file, page_checksum_verification=True)
+                names = table.schema_arrow.names
+                if len(set(names)) < len(names):
+                    raise pyarrow.ArrowInvalid(f"two columns have the same name: {', '.join(names)}")
+                yield from table.iter_batches(_BATCH_ROWS, columns=columns)
                 return
             reader = ipc.open_stream(file) if is_stream else ipc.open_file(file)
             all_batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
@@ -335,7 +413,7 @@ def _arrow_rows(
         try:
             if choose is not None:
                 first = next((batch for batch in batches(None) if batch.num_rows), None)
-                columns = None if first is None else choose(first.slice(0, 1).to_pylist()[0])
+                columns = None if first is None else choose(first.slice(0, _BATCH_ROWS).to_pylist())
             for batch in batches(columns):
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     for row in batch.slice(start, _BATCH_ROWS).to_pylist():

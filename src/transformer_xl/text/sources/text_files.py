@@ -41,6 +41,9 @@ from transformer_xl.text.text_config import BINARY, TextConfig
 from transformer_xl.text.tokenizers.storage import read_json_object
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 
+STANDARD_INPUT = "standard-input"
+"""Name of the file that keeps standard input while it is read."""
+
 
 @dataclass(frozen=True)
 class BytesRange(FileRange):
@@ -436,4 +439,5 @@ def name_of_paths(paths: Sequence[str]) -> str:
 
 def describe_paths(paths: Sequence[str]) -> str:
     """Return the first few paths, absolute, as a comma-separated list."""
-    return first_few([os.path.abspath(path) for path in paths])
+    names = [os.path.abspath(path) for path in paths]
+    return first_few(["standard input" if Path(name).name == STANDARD_INPUT else name for name in names])
