@@ -106,7 +106,7 @@ $(PEERS)/installed: benchmarks/peers.txt
 $(CLIENTS)/installed: pyproject.toml constraints.txt tests/clients/requirements.txt tests/clients/package.json
 	@echo "clients: programs of our users in $(CLIENTS) (2 GB, some minutes)"
 	@$(PYTHON) -m venv $(CLIENTS)
-	@grep -vE '^(certifi|openai)==' constraints.txt > $(CLIENTS)/constraints.txt
+	@grep -vE '^(certifi|openai|plotext)==' constraints.txt > $(CLIENTS)/constraints.txt
 	@PIP_CONSTRAINT=$(CLIENTS)/constraints.txt PIP_BUILD_CONSTRAINT=$(CLIENTS)/constraints.txt $(CLIENTS)/bin/python \
 	  -m pip install -qq -r tests/clients/requirements.txt -e '.[lm-eval,lora,serve,transformers]'
 	@if command -v node > /dev/null && command -v npm > /dev/null; then cp tests/clients/package.json $(CLIENTS) \
