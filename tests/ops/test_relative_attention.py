@@ -1,0 +1,220 @@
+"""`relative_attention` on plain tensors equals loops over queries and keys, in outputs and gradients.
+
+Shape suffixes: B batch size, T queries, M memory slots, S = M + T keys, P distances, N heads, H head width.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+from native_operators import NATIVE
+from tensors import assert_same_tensors, named_gradients
+
+from transformer_xl.config import UserError
+from transformer_xl.ops import SegmentTerm, relative_attention
+from transformer_xl.ops.kernels import KERNELS
+
+NUM_CASES = 400
+ON_CPU = [
+    NATIVE if name == "native" else name
+    for name, kernel in KERNELS.items()
+    if name == "native" or kernel.fits(torch.device("cpu"), torch.float64)
+]
+
+
+def random_case(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Return tensors by name, and the other arguments."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, queries, memory = draw.randint(1, 3), draw.randint(1, 9), draw.choice([0, 0, 1, 4, 7])
+    heads, width, keys = draw.randint(1, 2), draw.randint(1, 5), queries + memory
+    options: dict[str, object] = {"causal": draw.random() < 0.3}
+    shapes = {
+        "q": (batch, queries, heads, width), "k": (batch, keys, heads, width), "v": (batch, keys, heads, width),
+        "r": (keys + (0 if options["causal"] else queries - 1), heads, width),
+        "content_bias": (heads, width), "position_bias": (heads, width),
+    }  # fmt: skip
+    if draw.random() < 0.5:
+        options["window"] = (draw.choice([None, 0, 1, 3, 20]), draw.choice([None, 0, 1, 2, 20]))
+    if draw.random() < 0.3:
+        options["chunk_size"] = draw.randint(1, 6)
+    if draw.random() < 0.5:
+        options["lengths"] = torch.tensor([draw.randint(0, queries) for _ in range(batch)])
+    if draw.random() < 0.3:
+        sizes = (draw.choice([1, batch]), draw.choice([1, heads]), queries, keys)
+        options["mask"] = torch.rand(sizes, generator=generator) < 0.6
+    if draw.random() < 0.3:
+        options["scale"] = draw.choice([1.0, 0.3])
+    tensors = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+    if draw.random() < 0.3:
+        sizes = {"embedding": (2, heads, width), "bias": (heads, width)}
+        for name, shape in sizes.items():
+            tensors[name] = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        ids = torch.randint(3, (batch, keys), generator=generator)
+        options["ids"] = ids
+    return tensors, options
+
+
+def attended_keys(options, row, head, query, num_queries, num_memory):
+    """Return the keys that a query attends to."""
+    place, keys = num_memory + query, []
+    left, right = options.get("window", (None, None))
+    length = int(options["lengths"][row]) if "lengths" in options else num_queries
+    if query >= length:
+        return []
+    chunk = options.get("chunk_size")
+    low = high = place
+    if chunk:
+        low = num_memory + query // chunk * chunk
+        high = low + chunk - 1
+    for key in range(num_memory + length):
+        if options["causal"] and key > place:
+            continue
+        if (left is not None and key < low - left) or (right is not None and key > high + right):
+            continue
+        if "mask" in options:
+            mask = options["mask"]
+            if not mask[row % mask.shape[0], head % mask.shape[1], query, key]:
+                continue
+        keys.append(key)
+    return keys
+
+
+def by_loops(tensors, options, kept=None):
+    """Return the output (B, T, N, H); `kept` is 0 or 1 / (1 - dropout) for each probability (B, N, T, S)."""
+    q, k, v, r, u, w = (tensors[name] for name in ("q", "k", "v", "r", "content_bias", "position_bias"))
+    (batch, queries, heads, width), keys = q.shape, k.shape[1]
+    scale = options.get("scale", 1 / math.sqrt(width))
+    rows = []
+    for row in range(batch):
+        for query in range(queries):
+            for head in range(heads):
+                scores, places = [], attended_keys(options, row, head, query, queries, keys - queries)
+                for key in places:
+                    position = r[keys - 1 - (keys - queries + query - key), head]  # of distance keys - 1 first
+                    score = (q[row, query, head] + u[head]) @ k[row, key, head]
+                    score = score + (q[row, query, head] + w[head]) @ position
+                    if "ids" in options:
+                        ids = options["ids"][row]
+                        other = int(ids[keys - queries + query] != ids[key])
+                        score = (
+                            score + (q[row, query, head] + tensors["bias"][head]) @ tensors["embedding"][other, head]
+                        )
+                    scores.append(score * scale)
+                out = torch.zeros(width, dtype=torch.float64)
+                if scores:
+                    p = torch.stack(scores).exp()
+                    p = p / p.sum()
+                    if kept is not None:
+                        p = p * kept[row, head, query, places]
+                    out = p @ v[row, places, head]
+                rows.append(out)
+    return torch.stack(rows).view(batch, queries, heads, width)
+
+
+def by_kernel(tensors, options, name, dropout=0.0):
+    given = {key: value for key, value in options.items() if key != "ids"}
+    if "ids" in options:
+        num_queries = tensors["q"].shape[1]
+        ids = options["ids"]
+        given["segments"] = SegmentTerm(
+            ids[:, ids.shape[1] - num_queries :], ids, tensors["embedding"], tensors["bias"]
+        )
+    names = ("q", "k", "v", "r", "content_bias", "position_bias")
+    return relative_attention(*(tensors[name] for name in names), **given, dropout=dropout, implementation=name)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("tenth", range(10))
+def test_equals_loops(name, tenth):
+    for seed in range(tenth * NUM_CASES // 10, (tenth + 1) * NUM_CASES // 10):
+        tensors, options = random_case(seed)
+        expected = by_loops(tensors, options)
+        actual = by_kernel(tensors, options, name)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12, msg=lambda text, o=options: f"{text}\n{o}")
+        with torch.inference_mode():
+            torch.testing.assert_close(by_kernel(tensors, options, name), expected.detach(), rtol=0, atol=1e-12)
+        if not expected.requires_grad:
+            assert not actual.any()
+            continue
+        weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        gradients = (named_gradients((out * weight).sum(), tensors) for out in (actual, expected))
+        assert_same_tensors(*gradients, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_dropout_is_that_of_one_mask_in_both_passes(name):
+    """One-hot values reveal the mask, because the output is linear in the values."""
+    for seed in range(40):
+        tensors, options = random_case(seed)
+        num_keys, width = tensors["k"].shape[1], tensors["q"].shape[-1]
+
+        def attend(values, seed=seed, tensors=tensors, options=options):
+            torch.manual_seed(seed)
+            return by_kernel({**tensors, "v": values}, options, name, dropout=0.4)
+
+        columns = []
+        for key in range(num_keys):
+            one_hot = torch.zeros_like(tensors["v"])
+            one_hot[:, key] = 1
+            columns.append(attend(one_hot)[..., 0].transpose(1, 2).detach())
+        dropped = torch.stack(columns, -1)
+        eye = torch.eye(num_keys, dtype=torch.float64)
+        whole = []
+        for key in range(num_keys):
+            values = eye[key][None, :, None, None].expand(tensors["v"].shape)
+            whole.append(by_loops({**tensors, "v": values}, options)[..., 0].transpose(1, 2).detach())
+        p = torch.stack(whole, -1)
+        kept = torch.where(p > 0, dropped / p.where(p > 0, 1), 0)
+        torch.testing.assert_close(kept * 0.6, (kept * 0.6).round(), rtol=0, atol=1e-8)
+        expected, actual = by_loops(tensors, options, kept), attend(tensors["v"])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+        if expected.requires_grad:
+            weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            gradients = (named_gradients((out * weight).sum(), tensors) for out in (actual, expected))
+            assert_same_tensors(*gradients, atol=1e-10)
+        assert width
+
+
+GOOD = {
+    "q": (2, 5, 3, 4), "k": (2, 7, 3, 4), "v": (2, 7, 3, 4), "r": (11, 3, 4), "content_bias": (3, 4),
+    "position_bias": (3, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"r": (7, 3, 4)}, {}, r"r has shape \(7, 3, 4\); give .* P = 11: .* from 6 down to -4"),
+        ({"r": (11, 3, 4)}, {"causal": True}, r"P = 7: "),
+        ({"r": (8, 3, 4)}, {"window": (3, 2)}, r"P = 11 or 6: .* within the window, from 3 to -2"),
+        ({"k": (2, 4, 3, 4), "v": (2, 4, 3, 4)}, {}, "4 keys for 5 queries"),
+        ({"v": (2, 6, 3, 4)}, {}, r"v has shape \(2, 6, 3, 4\); q and k need \(2, 7, 3, 4\)"),
+        ({"content_bias": (4, 3)}, {}, r"content_bias has shape \(4, 3\)"),
+        ({"q": (2, 5, 12)}, {}, r"q is \(2, 5, 12\); give a tensor \(B, T, N, H\)"),
+        ({}, {"lengths": [5, 6]}, r"lengths=\[5, 6\]: must be from 0 to the number of queries, 5"),
+        ({}, {"lengths": [5]}, "lengths are torch.int64 .1,.; give an integer for each batch row"),
+        ({}, {"lengths": [5.0, 5.0]}, "lengths are torch.float32"),
+        ({}, {"mask": torch.ones(2, 7, 5, dtype=torch.bool)}, r"mask is torch.bool \(2, 7, 5\).* \(2, 3, 5, 7\)"),
+        ({}, {"mask": torch.zeros(5, 7)}, "mask is torch.float32"),
+        ({}, {"window": (-1, 2)}, "-1 keys before a query would leave it nothing"),
+        ({}, {"window": (2, -1)}, "-1 keys after a query would leave it nothing"),
+        ({}, {"chunk_size": 0}, "chunk_size=0: must be 1 or more"),
+        ({}, {"dropout": 1.0}, "dropout=1: give a probability"),
+        ({}, {"implementation": "spda"}, "did you mean 'sdpa'"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(changed, options, message):
+    tensors = [torch.randn(shape) for shape in (GOOD | changed).values()]
+    with pytest.raises(UserError, match=message):
+        relative_attention(*tensors, **{"causal": False, **options})
+
+
+def test_other_dtype_is_refused():
+    tensors = [torch.randn(shape) for shape in GOOD.values()]
+    tensors[3] = tensors[3].double()
+    with pytest.raises(UserError, match=r"r is torch\.float64 on cpu, but q torch\.float32 on cpu"):
+        relative_attention(*tensors, causal=False)
