@@ -179,6 +179,70 @@ def test_dropout_is_that_of_one_mask_in_both_passes(name):
         assert width
 
 
+# T, M, H, options; several blocks of queries, of which some attend to nothing
+LARGE = {
+    "all": (131, 0, 7, {}),
+    "all, memory": (300, 70, 8, {"lengths": [300, 64, 1]}),
+    "all, smaller blocks": (70, 2100, 4, {"lengths": [70, 0, 33]}),
+    "band": (300, 0, 8, {"window": (37, 90)}),
+    "band, memory, lengths": (131, 257, 6, {"window": (70, 3), "lengths": [130, 1, 65]}),
+    "narrow band": (300, 0, 5, {"window": (2, 1), "lengths": [3, 300, 200]}),
+    "band after": (131, 5, 8, {"window": (0, 100)}),
+    "chunks": (300, 20, 8, {"window": (60, 0), "chunk_size": 50}),
+    "chunks, lengths": (131, 0, 3, {"window": (None, 7), "chunk_size": 17, "lengths": [131, 20, 64]}),
+    "causal, lengths": (131, 90, 8, {"causal": True, "lengths": [131, 0, 100]}),
+}
+
+
+def results_of(case, name, dtype, dropout=0.0, move=0.0):
+    """Return the output and the gradients of a weighted sum of it, in float64, and the derivative in a direction.
+
+    Inputs are moved in that direction by `move`; numbers fit bfloat16, for the same in each dtype, unless moved.
+    """
+    num_queries, num_memory, width, options = LARGE[case]
+    num_keys, generator = num_queries + num_memory, torch.Generator().manual_seed(3)
+    after = 0 if options.get("causal") else num_queries - 1
+    shapes = {
+        "q": (3, num_queries, 2, width), "k": (3, num_keys, 2, width), "v": (3, num_keys, 2, width),
+        "r": (num_keys + after, 2, width), "content_bias": (2, width), "position_bias": (2, width),
+    }  # fmt: skip
+    tensors, directions = (
+        {key: torch.randn(shape, generator=generator).bfloat16().double() for key, shape in shapes.items()}
+        for _ in range(2)
+    )
+    weight = torch.randn(shapes["q"], generator=generator).bfloat16().to(dtype)
+    moved = {key: (tensor + move * directions[key]).to(dtype).requires_grad_() for key, tensor in tensors.items()}
+    torch.manual_seed(5)
+    out = by_kernel(moved, {"causal": False, **options}, name, dropout)
+    results = {"output": out, **named_gradients((out * weight).sum(), moved)}
+    results = {key: tensor.detach().double() for key, tensor in results.items()}
+    return results, (results["output"] * weight).sum(), sum((results[key] * directions[key]).sum() for key in shapes)
+
+
+@pytest.mark.parametrize("name", [NATIVE, "cpu"])
+@pytest.mark.parametrize("case", LARGE)
+def test_several_blocks_equal_the_reference_kernel(case, name):
+    """Relative errors: rounding in float64, 1e-5 in float32, in bfloat16 a rounding and twice the reference's."""
+    expected = results_of(case, "reference", torch.float64)[0]
+    in_bfloat16 = results_of(case, "reference", torch.bfloat16)[0]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for key, tensor in results_of(case, name, dtype)[0].items():
+            error, size = (tensor - expected[key]).norm(), expected[key].norm()
+            if dtype == torch.bfloat16:
+                assert error <= 2 * (in_bfloat16[key] - expected[key]).norm() + size / 256, key
+            else:
+                assert error <= (1e-13 if dtype == torch.float64 else 1e-5) * size, (key, dtype)
+
+
+@pytest.mark.parametrize("name", [NATIVE, "cpu"])
+@pytest.mark.parametrize("case", LARGE)
+def test_gradients_with_dropout_are_those_of_finite_differences_over_several_blocks(case, name):
+    (_, below, _), (_, above, _) = (results_of(case, name, torch.float64, 0.3, move) for move in (-1e-5, 1e-5))
+    _, value, derivative = results_of(case, name, torch.float64, 0.3)
+    assert float(above - below) / 2e-5 == pytest.approx(float(derivative), rel=1e-6)
+    assert value != results_of(case, name, torch.float64)[1]
+
+
 GOOD = {
     "q": (2, 5, 3, 4), "k": (2, 7, 3, 4), "v": (2, 7, 3, 4), "r": (11, 3, 4), "content_bias": (3, 4),
     "position_bias": (3, 4),

@@ -82,7 +82,7 @@ PLANTS = [
     Plant(
         "write past a buffer",
         ("factor[a] = 0;", "factor[a + 1] = 0;"),
-        "address", "heap-buffer-overflow", "attention", f"o.attention({INPUTS}, None, None, None, 0.0, 0)",
+        "address", "heap-buffer-overflow", "attention", f"o.attention({INPUTS}, None, None, None, None, 0.0, 0, 0)",
     ),
     Plant(
         "misaligned load",
@@ -99,6 +99,7 @@ PLANTS = [
 TESTS = [
     "tests/inference",
     "tests/ops/test_kernels.py",
+    "tests/ops/test_relative_attention.py",
     "tests/ops/test_dropout.py",
     "tests/training/test_numerics.py",
     "tests/training/test_resume.py::test_run_is_resumed_with_the_operators_it_began_with",
