@@ -137,9 +137,9 @@ def relative_attention(
         stop_key_BT = (num_memory + start_T + chunk_size + window_after).clamp(max=num_keys).expand(batch_size, -1)
     if lengths is not None:
         lengths_B = _lengths(lengths, batch_size, num_queries, q.device)
-        end_BT = (num_memory + lengths_B)[:, None].expand(-1, num_queries)
-        stop_key_BT = end_BT if stop_key_BT is None else torch.minimum(stop_key_BT, end_BT)
         outside_BT = query_T >= lengths_B[:, None]
+        end_BT = (num_memory + lengths_B)[:, None].masked_fill(outside_BT, 0)  # so that kernels do less for padding
+        stop_key_BT = end_BT if stop_key_BT is None else torch.minimum(stop_key_BT, end_BT)
     if scale is not None:  # kernels divide by sqrt(H)
         factor = scale * width**0.5
         q, content_bias, position_bias = q * factor, content_bias * factor, position_bias * factor
