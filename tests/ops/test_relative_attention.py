@@ -13,7 +13,7 @@ from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
 from transformer_xl.ops import SegmentTerm, relative_attention
-from transformer_xl.ops.kernels import KERNELS
+from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask
 
 NUM_CASES = 400
 ON_CPU = [
@@ -241,6 +241,20 @@ def test_gradients_with_dropout_are_those_of_finite_differences_over_several_blo
     _, value, derivative = results_of(case, name, torch.float64, 0.3)
     assert float(above - below) / 2e-5 == pytest.approx(float(derivative), rel=1e-6)
     assert value != results_of(case, name, torch.float64)[1]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_queries_without_keys_spoil_nothing(name):
+    """Whose stop lies before their band: the output is finite, and all gradients are those of the other queries."""
+    generator, results = torch.Generator().manual_seed(3), []
+    shapes = [*[(1, 300, 2, 5)] * 3, (3, 2, 5), (2, 5), (2, 5)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    mask = AttentionMask(None, num_later=1, stop_key_BT=torch.full((1, 300), 3))
+    for kernel in (name, "reference"):
+        out_BTNH = KERNELS[kernel].attend(AttentionInputs(*tensors), mask, 0.0)
+        assert out_BTNH.isfinite().all()
+        results.append(torch.autograd.grad(out_BTNH[:, :4].square().sum(), tensors))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 GOOD = {

@@ -298,8 +298,8 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     wide_GIW = _wide_buffer("scores by distance", part, block)
     num_keys, columns, lowest = _length(block.keys), block.columns, torch.finfo(wide_GIW.dtype).min
     first_key_CY, stop_key_CI = part.first_and_stop_keys(block.queries)
-    # the lowest number where a query may attend to none of these keys, as below
-    outside = -torch.inf if stop_key_CI is None else lowest
+    # -inf, or a finite number where a query may attend to none of these keys; half of the lowest, as scores are added
+    outside = -torch.inf if stop_key_CI is None else lowest / 2
     wide_GIW[..., : block.first_column] = outside  # beyond the window
     wide_GIW[..., columns.stop :] = outside  # the future
     by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., columns]
@@ -312,7 +312,7 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     if first_key_CY is not None:
         mask_JCIK.masked_fill_(keys_before(first_key_CY - block.keys.start, num_keys), lowest)
     if stop_key_CI is not None:
-        mask_JCIK.masked_fill_(~keys_before(stop_key_CI - block.keys.start, num_keys), lowest)
+        mask_JCIK.masked_fill_(~keys_before(stop_key_CI - block.keys.start, num_keys), outside)
     p_GIK = _BUFFERS.like("probabilities", mask_GIK)
     torch.baddbmm(mask_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
     return torch.softmax(p_GIK, -1, out=p_GIK)
