@@ -307,11 +307,12 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
     wide_GIW[..., block.first_column : columns.start] = wide_GIW[..., columns.start : columns.start + 1]
     mask_GIK = _shifted(wide_GIW, num_keys)
-    mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
     # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
     if first_key_CY is not None:
+        mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
         mask_JCIK.masked_fill_(keys_before(first_key_CY - block.keys.start, num_keys), lowest)
     if stop_key_CI is not None:
+        mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
         mask_JCIK.masked_fill_(~keys_before(stop_key_CI - block.keys.start, num_keys), outside)
     p_GIK = _BUFFERS.like("probabilities", mask_GIK)
     torch.baddbmm(mask_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
@@ -325,7 +326,8 @@ def _add_position_gradients(
     wide_GIW = _wide_buffer("gradients by distance", part, block)
     num_keys = _length(block.keys)
     wide_GIW[..., : _length(block.queries) - 1] = 0  # columns that the shifted view of the first queries does not cover
-    wide_GIW[..., num_keys : block.columns.stop] = 0  # that of the last queries
+    if block.columns.stop > num_keys:
+        wide_GIW[..., num_keys : block.columns.stop] = 0  # that of the last queries
     _shifted(wide_GIW, num_keys).copy_(ds_GIK)
     ds_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., block.columns]
     position_JAH, dposition_JAH = (
