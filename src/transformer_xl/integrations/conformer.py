@@ -179,9 +179,10 @@ def _compare(module: Any, implementation: str) -> None:
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        given = {"attention_mask": None, parts.encoding: encoding_BPD.to(bias_NH)}
-        expected_BTD = type(module).forward(module, hidden_BTD.to(bias_NH), **given)[0]
-        actual_BTD = _attend(module, parts, implementation, hidden_BTD.to(bias_NH), given)
+        with torch.autocast(bias_NH.device.type, enabled=False):
+            given = {"attention_mask": None, parts.encoding: encoding_BPD.to(bias_NH)}
+            expected_BTD = type(module).forward(module, hidden_BTD.to(bias_NH), **given)[0]
+            actual_BTD = _attend(module, parts, implementation, hidden_BTD.to(bias_NH), given)
     finally:
         for part, was in training.items():
             part.training = was
