@@ -236,8 +236,6 @@ def _attend(
 ) -> Tensor | None:
     """Return the output of the module for the arguments of its forward, or None if they are of an unknown kind."""
     mask, encoding_BPD, past = given.get("attention_mask"), given.get(parts.encoding), given.get("past_key_values")
-    if getattr(past, "is_compileable", False):  # of constant size: queries are not at its last keys
-        return None
     batch_size, num_queries = hidden_BTD.shape[:2]
     num_keys = num_queries if past is None else past.get_mask_sizes(num_queries, module.layer_idx)[0]
     sizes = (batch_size, num_queries, num_keys)
