@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,14 @@ from transformer_xl.ops.kernels import choose
 
 PASSES = ("forward", "training")
 ROUNDS = 3
+IMPORTS = [
+    "torch",
+    "transformer_xl.ops",
+    "transformers.models.fastspeech2_conformer.modeling_fastspeech2_conformer",
+    "transformers.models.nemotron_asr_streaming.modeling_nemotron_asr_streaming",
+    "transformers.models.parakeet.modeling_parakeet",
+    "transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer",
+]
 # words, frames in a second after subsampling, transformers' implementations of attention
 MODELS: dict[str, tuple[str, float, tuple[str, ...]]] = {
     "parakeet": ("Parakeet CTC 0.6B and 1.1B (1,024, 8 heads)", 12.5, ("eager", "sdpa")),
@@ -138,64 +145,64 @@ def passes_of_operator(
     return {"forward": forward, "training": both}
 
 
-def serve(what: dict[str, Any]) -> None:
-    """Measure in this process what is asked for on standard input, a line each; answer with a line each."""
+def serve(what: dict[str, Any], requests: Connection) -> None:
+    """Measure in this process what is asked for, until the other side closes."""
     set_threads(what.pop("threads"))
-    make = passes_of_layer if "model" in what else passes_of_operator
-    for size in (min(16, what["frames" if "model" in what else "length"]), None):
-        # of a small one first, which allocates what stays
-        asked = what if size is None else what | {"frames" if "model" in what else "length": size}
-        passes = make(**asked)
-        if size is not None:
-            for work in passes.values():
-                work()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        name, calls = json.loads(line)
+    make, size = (passes_of_layer, "frames") if "model" in what else (passes_of_operator, "length")
+    for work in make(**what | {size: min(16, what[size])}).values():
+        work()  # which allocates what stays
+    passes = make(**what)
+    while True:
+        try:
+            name, calls = requests.recv()
+        except EOFError:
+            return
         if calls == 0:
             ctypes.CDLL(None).malloc_trim(0)  # what earlier passes left
-            print(peak_beyond(passes[name], "cpu"), flush=True)
+            requests.send(peak_beyond(passes[name], "cpu"))
             continue
         began = time.perf_counter()
         for _ in range(calls):
             passes[name]()
-        print((time.perf_counter() - began) / calls, flush=True)
+        requests.send((time.perf_counter() - began) / calls)
 
 
 class Worker:
-    """A process that measures one implementation at one length."""
+    """A new process that measures one implementation at one length."""
 
     def __init__(self, what: dict[str, Any]) -> None:
-        """Start it; it is ready when `ask` first returns."""
-        words = [sys.executable, __file__, "--worker", json.dumps(what)]
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self.is_ready = False
+        """Start it from one that has imported transformers and computed nothing."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS if "model" in what else IMPORTS[:2])
+        self.requests, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(what, other), daemon=True)
+        self.process.start()
+        other.close()
 
     def ask(self, name: str, calls: int) -> float | None:
         """Return the seconds of a call, or for 0 calls the peak bytes of one; None if the process died."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         try:
-            self.is_ready = self.is_ready or self.process.stdout.readline() == "ready\n"
-            self.process.stdin.write(json.dumps([name, calls]) + "\n")
-            self.process.stdin.flush()
-            answer = self.process.stdout.readline()
-        except BrokenPipeError:
+            self.requests.send((name, calls))
+            return self.requests.recv()
+        except (EOFError, OSError):
             return None
-        return float(answer) if answer else None
+
+    def end(self) -> None:
+        """End the process."""
+        self.requests.close()
+        self.process.kill()
+        self.process.join()
 
 
 @contextmanager
 def started(whats: dict[str, dict[str, Any]]) -> Iterator[dict[str, Worker]]:
     """Start a process for each implementation, and end them."""
-    with ExitStack() as stack:
-        workers = {name: Worker(what) for name, what in whats.items()}
-        for worker in workers.values():
-            stack.callback(worker.process.wait)
-            stack.callback(worker.process.kill)
+    workers = {name: Worker(what) for name, what in whats.items()}
+    try:
         yield workers
+    finally:
+        for worker in workers.values():
+            worker.end()
 
 
 def measure(whats: dict[str, dict[str, Any]], seconds: float) -> dict[str, dict[str, dict[str, float]]]:
@@ -322,7 +329,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, default=results_file("conformer"))
     parser.add_argument("--quick", action="store_true", help="short recordings, for a test of this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.audio, args.lengths, args.seconds, args.n_heads, args.d_head = "2,4", "32,64", 0.02, 2, 8
@@ -340,9 +346,6 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure, write the results to a file, and print tables."""
     args = parsed()
-    if args.worker:
-        serve(json.loads(args.worker))
-        return
     set_threads(args.threads)
     kernel = choose(args.kernel, torch.device("cpu"), torch.float32).name
     common = {"kernel": kernel, "threads": args.threads}

@@ -144,10 +144,10 @@ def relative_attention(
         if lengths is not None and key_lengths is not None:
             raise UserError("there are lengths and key_lengths: give one of them")
         end_B1 = (num_memory + _lengths(name, given, batch_size, num_queries, q.device))[:, None]
-        end_BT = end_B1.expand(-1, num_queries)
-        stop_key_BT = end_BT if stop_key_BT is None else torch.minimum(stop_key_BT, end_BT)
         # padding, or what reaches nothing but padding
         outside_BT = (num_memory + query_T if key_lengths is None else first_T) >= end_B1
+        end_BT = end_B1.masked_fill(outside_BT, 0)  # so that kernels do less for padding
+        stop_key_BT = end_BT if stop_key_BT is None else torch.minimum(stop_key_BT, end_BT)
     if scale is not None:  # kernels divide by sqrt(H)
         factor = scale * width**0.5
         q, content_bias, position_bias = q * factor, content_bias * factor, position_bias * factor
