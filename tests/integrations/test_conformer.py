@@ -39,7 +39,7 @@ def encoder(
         "position_embeddings_type": "relative", "attention_dropout": dropout, "hidden_dropout": dropout,
         "activation_dropout": dropout, "conformer_conv_dropout": dropout, "feat_proj_dropout": dropout,
         "layerdrop": 0.0, "conv_depthwise_kernel_size": 5, "num_conv_pos_embeddings": 4,
-        "num_conv_pos_embedding_groups": 2,
+        "num_conv_pos_embedding_groups": 2, "conv_dim": (8,) * 7,
     }  # fmt: skip
     parakeet = common | {
         "num_mel_bins": 16, "subsampling_factor": 2, "subsampling_conv_channels": 4, "conv_kernel_size": 5,
@@ -73,7 +73,8 @@ def encoder(
                     "hidden_size": 24, "encoder_num_attention_heads": 3, "encoder_layers": 2,
                     "encoder_linear_units": 20, "decoder_num_attention_heads": 2, "decoder_layers": 1,
                     "vocab_size": 30, "encoder_dropout_rate": dropout, "encoder_positional_dropout_rate": dropout,
-                    "encoder_attention_dropout_rate": dropout,
+                    "encoder_attention_dropout_rate": dropout, "duration_predictor_channels": 8,
+                    "energy_predictor_channels": 8, "pitch_predictor_channels": 8, "speech_decoder_postnet_units": 8,
                 } | changes
             )  # fmt: skip
             model = transformers.FastSpeech2ConformerModel(config).encoder
@@ -147,18 +148,19 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str, attention: s
 
 PUBLISHED = {
     "parakeet": {
-        "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 4096, "num_hidden_layers": 1,
+        "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 64, "num_hidden_layers": 1,
         "conv_kernel_size": 9, "subsampling_factor": 2,
     },
     "wav2vec2-conformer": {
-        "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 1,
+        "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 64, "num_hidden_layers": 1,
         "conv_depthwise_kernel_size": 31,
     },
     "fastspeech2": {
-        "hidden_size": 384, "encoder_num_attention_heads": 2, "encoder_layers": 1, "encoder_linear_units": 1536,
+        "hidden_size": 384, "encoder_num_attention_heads": 2, "encoder_layers": 1, "encoder_linear_units": 64,
     },
 }  # fmt: skip
-"""Parakeet CTC 0.6B and 1.1B, wav2vec2-conformer-rel-pos-large, fastspeech2_conformer: one layer of each."""
+"""A layer each of Parakeet CTC 0.6B and 1.1B, Wav2Vec2-Conformer large and FastSpeech2-Conformer; narrow inside of
+feed-forward layers."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
