@@ -47,7 +47,9 @@ def random_case(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     if draw.random() < 0.3:
         options["chunk_size"] = draw.randint(1, 6)
     if draw.random() < 0.5:
-        options["lengths"] = torch.tensor([draw.randint(0, queries) for _ in range(batch)])
+        # by another generator, so that the other arguments of a seed are those they were
+        name = random.Random(seed + NUM_CASES).choice(["lengths", "lengths", "key_lengths"])
+        options[name] = torch.tensor([draw.randint(0, queries) for _ in range(batch)])
     if draw.random() < 0.3:
         sizes = (draw.choice([1, batch]), draw.choice([1, heads]), queries, keys)
         options["mask"] = torch.rand(sizes, generator=generator) < 0.6
@@ -70,8 +72,9 @@ def attended_keys(options, row, head, query, num_queries, num_memory):
     """Return the keys that a query attends to."""
     place, keys = num_memory + query, []
     left, right = options.get("window", (None, None))
-    length = int(options["lengths"][row]) if "lengths" in options else num_queries
-    if query >= length:
+    lengths = options.get("lengths", options.get("key_lengths"))
+    length = num_queries if lengths is None else int(lengths[row])
+    if "lengths" in options and query >= length:
         return []
     chunk = options.get("chunk_size")
     low = high = place
@@ -285,6 +288,8 @@ GOOD = {
         ({}, {"lengths": [5, 6]}, r"lengths=\[5, 6\]: must be from 0 to the number of queries, 5"),
         ({}, {"lengths": [5]}, "lengths are torch.int64 .1,.; give an integer for each batch row"),
         ({}, {"lengths": [5.0, 5.0]}, "lengths are torch.float32"),
+        ({}, {"key_lengths": [5, 6]}, r"key_lengths=\[5, 6\]: must be from 0"),
+        ({}, {"key_lengths": [5, 5], "lengths": [5, 5]}, "lengths and key_lengths: give one"),
         ({}, {"mask": torch.ones(2, 7, 5, dtype=torch.bool)}, r"mask is torch.bool \(2, 7, 5\).* \(2, 3, 5, 7\)"),
         ({}, {"mask": torch.zeros(5, 7)}, "mask is torch.float32"),
         ({}, {"window": (-1, 2)}, "-1 keys before a query would leave it nothing"),

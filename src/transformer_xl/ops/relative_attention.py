@@ -48,6 +48,7 @@ def relative_attention(
     *,
     causal: bool = True,
     lengths: Tensor | Sequence[int] | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     window: tuple[int | None, int | None] | None = None,
     chunk_size: int | None = None,
     mask: Tensor | None = None,
@@ -72,6 +73,8 @@ def relative_attention(
         causal: whether a query attends to no key after its own place.
         lengths: number of tokens of each row (B) that are not padding, which stands behind them; None for T. Padding is
             not attended, and its output is 0.
+        key_lengths: as lengths, but queries behind them attend to the keys before them like others: for models where
+            something is computed from the outputs of padding.
         window: the numbers of keys before and after its own place that a query attends to at most; None for all.
         chunk_size: if given, places count from this size of chunk: a query attends to all of its chunk of the T tokens
             (if causal, up to itself), and `window` counts keys before and after the chunk.
@@ -130,15 +133,20 @@ def relative_attention(
     if len(r) == num_keys + all_after:
         r = r[num_keys - 1 - before : num_keys + after]
     query_T = torch.arange(num_queries, device=q.device)
+    start_T = query_T if chunk_size is None else query_T - query_T % chunk_size
+    first_T = (num_memory + start_T - window_before).clamp(min=0)
     first_key_BT = stop_key_BT = outside_BT = None
     if chunk_size is not None:
-        start_T = query_T - query_T % chunk_size
-        first_key_BT = (num_memory + start_T - window_before).clamp(min=0).expand(batch_size, -1)
+        first_key_BT = first_T.expand(batch_size, -1)
         stop_key_BT = (num_memory + start_T + chunk_size + window_after).clamp(max=num_keys).expand(batch_size, -1)
-    if lengths is not None:
-        lengths_B = _lengths(lengths, batch_size, num_queries, q.device)
-        outside_BT = query_T >= lengths_B[:, None]
-        end_BT = (num_memory + lengths_B)[:, None].masked_fill(outside_BT, 0)  # so that kernels do less for padding
+    name, given = ("lengths", lengths) if key_lengths is None else ("key_lengths", key_lengths)
+    if given is not None:
+        if lengths is not None and key_lengths is not None:
+            raise UserError("there are lengths and key_lengths: give one of them")
+        end_B1 = (num_memory + _lengths(name, given, batch_size, num_queries, q.device))[:, None]
+        # padding, or what reaches nothing but padding
+        outside_BT = (num_memory + query_T if key_lengths is None else first_T) >= end_B1
+        end_BT = end_B1.masked_fill(outside_BT, 0)  # so that kernels do less for padding
         stop_key_BT = end_BT if stop_key_BT is None else torch.minimum(stop_key_BT, end_BT)
     if scale is not None:  # kernels divide by sqrt(H)
         factor = scale * width**0.5
@@ -180,12 +188,14 @@ def _window(window: tuple[int | None, int | None] | None, most: int, most_after:
     )
 
 
-def _lengths(lengths: Tensor | Sequence[int], batch_size: int, num_queries: int, device: torch.device) -> Tensor:
+def _lengths(
+    name: str, lengths: Tensor | Sequence[int], batch_size: int, num_queries: int, device: torch.device
+) -> Tensor:
     lengths_B = torch.as_tensor(lengths, device=device)
     if lengths_B.shape != (batch_size,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
-        raise UserError(f"lengths are {lengths_B.dtype} {tuple(lengths_B.shape)}; give an integer for each batch row")
+        raise UserError(f"{name} are {lengths_B.dtype} {tuple(lengths_B.shape)}; give an integer for each batch row")
     if not torch.compiler.is_compiling() and ((lengths_B < 0) | (lengths_B > num_queries)).any():
-        raise UserError(f"lengths={lengths_B.tolist()}: must be from 0 to the number of queries, {num_queries}")
+        raise UserError(f"{name}={lengths_B.tolist()}: must be from 0 to the number of queries, {num_queries}")
     return lengths_B.long()
 
 
