@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,6 +243,42 @@ def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
     for _ in range(calls):
         work()
     return (time.perf_counter() - began) / calls
+
+
+def alternating_medians(
+    works: dict[str, Callable[[], object]], device: str, *, seconds: float = 0.3, rounds: int = 5
+) -> dict[str, float]:
+    """Return the median time of one call of each, measured in turns; the rounds of each take about `seconds`."""
+    calls = {}
+    for name, work in works.items():
+        work()
+        calls[name] = max(1, round(seconds / rounds / max(_seconds(work, device, 1), 1e-7)))
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            found[name].append(_seconds(work, device, calls[name]))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def peak_beyond(work: Callable[[], object], device: str) -> int:
+    """Return the peak memory of a call beyond what was in use before, in bytes; on a CPU, that of the process."""
+    cuda = device.startswith("cuda")
+    wait(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
+        before = _status("VmRSS")
+    work()
+    wait(device)
+    return (torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")) - before
+
+
+def _status(name: str) -> int:
+    """Return a field of this process's status in bytes: VmRSS, its memory, or VmHWM, the peak of that."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def flex(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,25 @@ def command() -> str:
     words = [word.removeprefix(root) for word in sys.argv[1:]]
     words = [Path(word).name if Path(word).is_absolute() else word for word in words]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def surroundings(device: str, load: float | None, packages: tuple[str, ...] = ("torch",)) -> dict[str, Any]:
+    """Return command, commit, versions of packages and the machine, with its load average before the start."""
+    import torch
+
+    return {
+        "command": command(),
+        "commit": commit(),
+        "versions": {name: version(name) for name in packages} | {"python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_model(),
+            "features": cpu_features(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": device_name(device),
+            "load_average_before": load,
+        },
+    }
 
 
 def warn_if_busy() -> float | None:

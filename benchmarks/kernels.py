@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,19 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Shape, check, check_dropout, draw, times, wait
-from environment import (
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    device_name,
-    positive,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from attention_cases import Shape, check, check_dropout, draw, peak_beyond, times
+from environment import positive, results_file, say, surroundings, warn_if_busy, write
 
 from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16, set_threads
@@ -106,25 +93,12 @@ def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
     small, small_mask = draw(replace(shape, queries=8, memory_length=8, batch_size=1))
     KERNELS[kernel].attend(small, small_mask, shape.dropout).sum().backward()
     inputs, mask = draw(shape)
-    cuda = shape.device.startswith("cuda")
-    wait(shape.device)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
-        before = _status("VmRSS")
-    out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
-    torch.autograd.grad(out_BTNH, inputs.tensors(), torch.ones_like(out_BTNH))
-    wait(shape.device)
-    peak = torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")
-    return {"peak_bytes": peak - before}
 
+    def both_passes() -> None:
+        out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
+        torch.autograd.grad(out_BTNH, inputs.tensors(), torch.ones_like(out_BTNH))
 
-def _status(name: str) -> int:
-    """Return a field of this process's status in bytes: VmRSS, its memory, or VmHWM, the peak of that."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return {"peak_bytes": peak_beyond(both_passes, shape.device)}
 
 
 def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
@@ -208,17 +182,7 @@ def main() -> None:
         sys.exit(1)
     say(f"{len(checked)} checks passed")
     results = {
-        "command": command(),
-        "commit": commit(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "machine": {
-            "cpu": cpu_model(),
-            "features": cpu_features(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "device": device_name(sizes.device),
-            "load_average_before": load,
-        },
+        **surroundings(sizes.device, load),
         "checks": checked,
         "times": time_all(sizes),
         "memory": memory_growth(sizes) if sizes.memory_keys else [],

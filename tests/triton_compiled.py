@@ -1,11 +1,12 @@
 """Compile the Triton kernels for a GPU, without needing one, and print the resources they use.
 
-    python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE [CAPABILITY]]
+    python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE [CAPABILITY [SIDES]]]
 
 TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose).
-CAPABILITY is the compute capability: 80 for Ampere, 90 for Hopper (the default), 100 for Blackwell. Prints one
-JSON object a line for each kernel: registers of a thread, spilled bytes (values that did not fit into registers), and
-bytes of shared memory. TRITON_INTERPRET must not be set, because the interpreter compiles nothing.
+CAPABILITY is the compute capability: 80 for Ampere, 90 for Hopper (the default), 100 for Blackwell. SIDES is `causal`
+(the default), `both` (also later keys), or `ranges` (also with a first and a stop key of each query). Prints one JSON
+object a line for each kernel: registers of a thread, spilled bytes (values that did not fit into registers), and bytes
+of shared memory. TRITON_INTERPRET must not be set, because the interpreter compiles nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ NAMES = ("forward", "queries", "keys", "distances")
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
-def signature(name, pointer, dropout):
+def signature(name, pointer, dropout, sides):
     """Return the types of a kernel's arguments in Triton's notation; sums are float32."""
     rows, sums = (kernels.Rows(kind, "i32", "i32", "i32", "i32") for kind in (pointer, "*fp32"))
-    mask_and_seed = kernels.MaskAndSeed("*i64", "constexpr", "*i64" if dropout else "constexpr")
+    limit = "*i64" if sides == "ranges" else "constexpr"
+    mask_and_seed = kernels.MaskAndSeed("*i64", limit, limit, "*i64" if dropout else "constexpr")
     types = {"inputs": kernels.Inputs(rows, rows, rows, rows, pointer, pointer), "mask_and_seed": mask_and_seed}
     if name == "forward":
         types["results"] = kernels.Results(rows, "*fp32")
     else:
         types["saved"] = kernels.SavedForBackward(rows, rows, "*fp32", "*fp32")
         types["gradients"] = kernels.Gradients(rows, rows, rows, sums, sums, sums)
-    return types | {"sizes": kernels.Sizes(*["i32"] * 6), "config": "constexpr"}
+    return types | {
+        "sizes": kernels.Sizes(*["i32"] * 6, "constexpr" if sides == "causal" else "i32"),
+        "config": "constexpr",
+    }
 
 
 def aligned_paths(types, path=(), name=""):
@@ -51,13 +56,14 @@ def aligned_paths(types, path=(), name=""):
         yield path
 
 
-def compile_kernel(name, width, dtype, dropout, tile=None, capability=90):
+def compile_kernel(name, width, dtype, dropout, tile=None, capability=90, sides="causal"):
     """Compile a kernel as it would be launched, or with a smaller tile."""
     config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries")
-    types = signature(name, POINTERS[dtype], dropout)
-    # no episode starts among the queries (field 1 of the argument with index 1); without dropout there is no seed (2)
-    constants = {"config": config._replace(tile=tile or config.tile)} | {(1, 1): None}
-    constants |= {} if dropout else {(1, 2): None}
+    types = signature(name, POINTERS[dtype], dropout, sides)
+    constants = {"config": config._replace(tile=tile or config.tile)}
+    for index, argument in enumerate(types.values()):  # the other constants are arguments that are None
+        parts = enumerate(argument if isinstance(argument, tuple) else ())
+        constants |= {(index, field): None for field, kind in parts if kind == "constexpr"}
     divisible = [path for index, kind in enumerate(types.values()) for path in aligned_paths(kind, (index,))]
     attributes = {path: [["tt.divisibility", 16]] for path in divisible} if width % 16 == 0 else {}
     return triton.compile(
@@ -77,10 +83,11 @@ def resources(binary):
     return {"registers": int(registers), "spilled_bytes": int(spilled), "shared_bytes": binary.metadata.shared}
 
 
-def main(width, dtype, dropout, tile=None, capability=90):
+def main(width, dtype, dropout, tile=None, capability=90, sides="causal"):
     for name in NAMES:
-        sizes = tile and int(tile), int(capability)
-        binary = compile_kernel(name, int(width), getattr(torch, dtype), float(dropout), *sizes)
+        binary = compile_kernel(
+            name, int(width), getattr(torch, dtype), float(dropout), tile and int(tile), int(capability), sides
+        )
         print(json.dumps({"kernel": name, **resources(binary)}), flush=True)
 
 

@@ -389,12 +389,13 @@ def test_native_dropout_drops_the_given_share_and_differs_between_queries():
 def test_native_operators_pass_torch_s_checks():
     """Schemas, shapes on the meta device, autograd and torch.compile's dispatch."""
     tensors = [tensor.detach().float().requires_grad_() for tensor in random_inputs(5, 7, None).tensors()]
-    valid_B, seed = torch.tensor([3, 7]), torch.tensor(5)
-    torch.library.opcheck(operators().attention.default, (tensors, valid_B, None, seed, 0.2, 0))
+    valid_B, stop_key_BT, seed = torch.tensor([3, 7]), torch.full((2, 5), 11), torch.tensor(5)
+    arguments = (None, stop_key_BT, seed, 0.2, 0, 1)
+    torch.library.opcheck(operators().attention.default, (tensors, valid_B, *arguments))
     detached = [tensor.detach() for tensor in tensors]
-    out_BTNH, lse_BNT = operators().attention(detached, valid_B, None, None, 0.0, 0)
+    out_BTNH, lse_BNT = operators().attention(detached, valid_B, *arguments)
     checks = ("test_schema", "test_faketensor")  # these have no gradients
-    backward = (out_BTNH, lse_BNT, detached, valid_B, None, None, 0.0, 0)
+    backward = (out_BTNH, lse_BNT, detached, valid_B, *arguments)
     torch.library.opcheck(operators().attention_backward.default, backward, test_utils=checks)
     torch.library.opcheck(operators().attention_decode.default, (detached, valid_B, None, 0), test_utils=checks)
     dropped = (detached[0], seed, 0.2, True, None)

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,80 @@ def test_no_key_before_the_start_of_an_episode_is_attended(summation, case):
     assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight))
 
 
+# T, M, smallest and largest distance, size of chunks, lengths of the batch rows (padding is behind them), summation
+RANGES = {
+    "both sides, memory": (21, 17, -20, 37, None, None, "atomic"),
+    "both sides, lengths": (37, 0, -36, 36, None, [37, 17], "deterministic"),
+    "narrow band": (53, 15, -2, 1, None, None, "deterministic"),
+    "band after, lengths": (53, 0, -19, 0, None, [53, 20], "atomic"),
+    "chunks of two tiles": (61, 16, -31, 31, 32, None, "deterministic"),
+    "chunks and keys before them, lengths": (61, 7, -18, 35, 19, [45, 1], "atomic"),
+    "causal, lengths": (37, 0, 0, 36, None, [20], "deterministic"),
+}
+
+
+def ranges_case(case):
+    """Return inputs, mask and weight of the output, which is 0 for padding; queries of a chunk have the same keys."""
+    num_queries, num_memory, least, most, chunk, lengths, _ = RANGES[case]
+    num_keys, batch_size = num_queries + num_memory, len(lengths or [0])
+    shapes = [
+        (batch_size, num_queries, 1, 5), (batch_size, num_keys, 1, 5), (batch_size, num_keys, 1, 5),
+        (most - least + 1, 1, 5), (1, 5), (1, 5), (batch_size, num_queries, 1, 5),
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(17)
+    *tensors, weight = (torch.randn(s, generator=generator, dtype=torch.float64).to(DEVICE, DTYPE) for s in shapes)
+    query_T, first_key_BT, stop_key_BT = torch.arange(num_queries, device=DEVICE), None, None
+    if chunk:
+        start_T = num_memory + query_T - query_T % chunk
+        first_key_BT = (start_T + chunk - 1 - most).clamp(min=0).expand(batch_size, -1)
+        stop_key_BT = (start_T + chunk).expand(batch_size, -1)  # of the last chunk above S
+    if lengths:
+        end_B1 = num_memory + torch.tensor(lengths, device=DEVICE)[:, None]
+        is_token_BT = num_memory + query_T < end_B1
+        stop_key_BT = torch.where(is_token_BT, end_B1 if stop_key_BT is None else stop_key_BT.minimum(end_B1), 0)
+        weight = weight * is_token_BT[..., None, None]
+    inputs = AttentionInputs(*(tensor.requires_grad_() for tensor in tensors))
+    return inputs, AttentionMask(None, 0, first_key_BT, -least, stop_key_BT), weight
+
+
+@pytest.mark.parametrize("case", RANGES)
+def test_ranges_on_both_sides(case, monkeypatch):
+    """The results equal the reference, and tiles of queries and keys without an attended pair are skipped."""
+    deterministic = RANGES[case][-1] == "deterministic"
+    num_tiles, launched = Counter(), []
+    launch, over_keys = triton_kernels.launch, triton_kernels.over_keys
+
+    def recorded_launch(kernel, *arguments):
+        launched.append(kernel.__name__.removesuffix("_kernel"))
+        launch(kernel, *arguments)
+
+    def counted_over_keys(*arguments):  # is called once for each tile
+        num_tiles[launched[-1]] += 1
+        return over_keys(*arguments)
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(triton_kernels, "launch", recorded_launch)
+    if not ON_GPU:
+        monkeypatch.setattr(triton_kernels, "over_keys", counted_over_keys)
+    inputs, mask, weight = ranges_case(case)
+    actual, expected = (results(kernel, inputs, mask, weight) for kernel in (attend, REFERENCE))
+    for result in (actual, expected):
+        result["output"] = result["output"] * (weight != 0)
+    assert_close(actual, expected)
+    if ON_GPU:
+        return
+    num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
+    attended_BTS = mask.attended(num_queries, num_keys, len(inputs.position_key_PNH), DEVICE)
+    attended_BTS = attended_BTS.expand(len(weight), -1, -1)
+    b, i, j = attended_BTS.nonzero().unbind(1)
+    place = num_keys - num_queries + mask.num_later
+    block = (place + i - j - place % 16).div(16, rounding_mode="floor")  # of distances
+    of_keys, of_distances = (len(torch.stack([b, i // 16, other]).unique(dim=1).T) for other in (j // 16, block))
+    assert num_tiles["forward"] == num_tiles["queries"] == num_tiles["keys"] == of_keys
+    if deterministic:  # the first and the last block are in part of distances that do not exist
+        assert of_distances <= num_tiles["distances"] <= of_distances + 2 * len(weight)
+
+
 def test_deterministic_summation_gives_the_same_bits_twice(monkeypatch):
     inputs, mask, weight = random_case("window and partly valid")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -213,13 +288,16 @@ def test_dropout_mask_is_the_same_in_both_passes(summation):
     v = torch.eye(num_keys, dtype=DTYPE)[None, :, None].repeat(2, 1, 1, 1)
     weight = torch.randn(2, num_queries, 1, 29, generator=generator, dtype=DTYPE).to(DEVICE)
     inputs = AttentionInputs(*(tensor.to(DEVICE).requires_grad_() for tensor in (q, k, v, r, u, w)))
+    mask = AttentionMask(None)
+    if summation == "deterministic":  # four later keys, and no keys after the 26th
+        mask = replace(mask, num_later=4, stop_key_BT=torch.full((2, num_queries), 26, device=DEVICE))
     outputs = []
     for seed in (5, 5, 6):  # the same seed twice, and another
         torch.manual_seed(seed)
-        outputs.append(attend(inputs, AttentionMask(None), dropout))
+        outputs.append(attend(inputs, mask, dropout))
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
-    p_BNTS = attention_terms(inputs, AttentionMask(None)).probabilities_BNTS
+    p_BNTS = attention_terms(inputs, mask).probabilities_BNTS
     is_kept_BNTS = (outputs[0].detach() != 0).transpose(1, 2)
     assert not torch.equal(is_kept_BNTS[0], is_kept_BNTS[1])
     attended = p_BNTS.detach() != 0
@@ -258,13 +336,15 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
 def test_custom_operators_satisfy_torch_s_checks():
     """torch's fourth check, test_aot_dispatch_dynamic, is replaced by `test_compiles_without_graph_breaks`."""
     inputs, mask, _ = random_case("one query, no memory")
-    arguments = inputs.tensors(), mask.valid_B, None, torch.tensor([3], device=DEVICE), 0.5  # seed 3, dropout 0.5
+    seed, num_later, dropout = torch.tensor([3], device=DEVICE), 0, 0.5
+    arguments = inputs.tensors(), mask.valid_B, None, None, seed, num_later, dropout
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 
 
 def test_compiles_without_graph_breaks():
     inputs, mask, weight = random_case("one query, no memory")
+    mask = replace(mask, stop_key_BT=torch.ones(2, SCALE, dtype=torch.int64, device=DEVICE))
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     assert_close(results(compiled, inputs, mask, weight), results(attend, inputs, mask, weight))
 
@@ -328,13 +408,17 @@ def test_without_triton_the_error_names_the_package_to_install(monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton has a compiler on Linux only")
-@pytest.mark.parametrize("capability", [80, 90, 100], ids=["ampere", "hopper", "blackwell"])
-def test_kernels_compile_without_a_gpu(tmp_path, capability):
+@pytest.mark.parametrize(
+    ("capability", "sides"),
+    [(80, "causal"), (90, "ranges"), (100, "both")],
+    ids=["ampere", "hopper with ranges", "blackwell with both sides"],
+)
+def test_kernels_compile_without_a_gpu(tmp_path, capability, sides):
     """The compiler is stricter than the interpreter; small tiles compile quickly."""
     script = Path(__file__).parents[1] / "triton_compiled.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    settings = ["9", "bfloat16", "0.1", "16", str(capability)]  # head width, dtype, dropout, tile
+    settings = ["9", "bfloat16", "0.1", "16", str(capability), sides]  # head width, dtype, dropout, tile
     command = [sys.executable, str(script), *settings]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     kernels = [json.loads(line) for line in printed.splitlines()]

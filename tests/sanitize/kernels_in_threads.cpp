@@ -127,12 +127,17 @@ struct Case {
   int64_t B, T, M, N, H, window, clamped;
   bool padded, episodes;
   double dropout;
+  int64_t later = 0;
+  bool stops = false;
 };
 constexpr Case kCases[] = {
     {1, 1, 0, 1, 1, 0, 0, false, false, 0},       {2, 5, 7, 3, 5, 0, 0, true, false, 0.3},
     {3, 17, 31, 2, 8, 20, 3, false, true, 0},     {2, 70, 90, 2, 7, 0, 40, true, true, 0.1},
     {34, 3, 2, 1, 18, 0, 0, true, false, 0.9},    {1, 131, 257, 1, 33, 101, 0, false, false, 0},
     {1, 33, 2100, 1, 4, 2000, 500, true, false, 0.2}, {2, 4, 0, 5, 2, 1, 0, false, false, 0},
+    {1, 1, 0, 2, 3, 0, 0, false, false, 0, 0, true}, {2, 5, 7, 3, 5, 0, 0, true, false, 0.3, 4, true},
+    {1, 131, 257, 1, 33, 0, 0, false, false, 0, 130}, {3, 131, 31, 1, 8, 20, 0, false, true, 0.1, 7, true},
+    {1, 33, 2100, 1, 4, 0, 500, true, false, 0, 32, true}, {1, 70, 0, 2, 6, 3, 0, false, false, 0, 69},
 };
 
 // (b, x, n, h) as (b, n, h, x) if `columns`
@@ -143,11 +148,11 @@ View view(void* data, int64_t x, int64_t n, int64_t h, bool columns = false) {
 template <class T>
 struct Inputs {
   std::vector<T> q, k, v, r, u, w;
-  std::vector<int64_t> valid, first_key;
+  std::vector<int64_t> valid, first_key, stop_key;
   Attention z{};
   Inputs(const Case& c, bool columns) {
-    z.B = c.B, z.T = c.T, z.S = c.T + c.M, z.N = c.N, z.H = c.H, z.clamped = c.clamped;
-    z.P = (c.window && c.window < z.S ? c.window : z.S) - c.clamped;
+    z.B = c.B, z.T = c.T, z.S = c.T + c.M, z.N = c.N, z.H = c.H, z.clamped = c.clamped, z.later = c.later;
+    z.P = (c.window ? std::min(c.window, z.S + c.later) : z.S + c.later) - c.clamped;
     const int64_t width = z.N * z.H, per_head = (32 + z.N - 1) / z.N;
     z.groups = z.B < per_head ? z.B : per_head;
     q = random<T>(z.B * z.T * width), k = random<T>(z.B * z.S * width), v = random<T>(z.B * z.S * width);
@@ -157,6 +162,9 @@ struct Inputs {
     z.r.b = 0, z.u = View{u.data(), 0, 0, z.H, 1}, z.w = View{w.data(), 0, 0, z.H, 1};
     for (int64_t b = 0; c.padded && b < z.B; b++) valid.push_back(c.M - b * (c.M + c.T + 1) / 2);  // negative: padding
     for (int64_t i = 0; c.episodes && i < z.B * z.T; i++) first_key.push_back(i % z.T < z.T / 2 ? 0 : c.M + z.T / 2);
+    for (int64_t i = 0; c.stops && i < z.B * z.T; i++)  // chunks; every third row has none but one, every third one key
+      stop_key.push_back(i / z.T % 3 == 1 ? i % z.T == 3 : i / z.T % 3 == 2 ? 1 : c.M + (i % z.T / 50 + 1) * 50);
+    z.stop_key = c.stops ? stop_key.data() : nullptr;
     z.valid = c.padded ? valid.data() : nullptr, z.first_key = c.episodes ? first_key.data() : nullptr;
   }
 };
@@ -249,7 +257,7 @@ void run(const std::string& function, const Format& format, bool has_layer = tru
   for (const Case& c : kCases)
     for (const bool columns : {false, true}) {
       if (function == "attention") attention<T, A>(format, c, columns);
-      if (function == "decode" && c.T < 20) decode<T>(format, c, columns);
+      if (function == "decode" && c.T < 20 && !c.later && !c.stops) decode<T>(format, c, columns);
     }
   if (function != "layer" || !has_layer) return;
   for (const Case& c : {kCases[0], kCases[1], kCases[5]})

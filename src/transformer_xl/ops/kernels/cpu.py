@@ -45,27 +45,34 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
     needs_gradient, num_clamped = torch.is_grad_enabled(), mask.num_clamped
-    is_meta = inputs.q_BTNH.device.type == "meta"
-    if num_scores < _MIN_BLOCK_SCORES and not (needs_gradient or dropout or is_meta):
+    is_meta, is_causal = inputs.q_BTNH.device.type == "meta", not mask.num_later and mask.stop_key_BT is None
+    if num_scores < _MIN_BLOCK_SCORES and is_causal and not (needs_gradient or dropout or is_meta):
         return decode.attend(inputs, mask)
-    if needs_gradient:  # the backward pass handles no clamping: it computes a gradient for each distance
+    if needs_gradient or not is_causal:  # the backward pass computes a gradient for each distance, also clamped ones
         inputs, num_clamped = expand_distances(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
     first_key_BY = mask.first_keys(num_queries, inputs.k_BSNH.shape[1])
-    return _attention(inputs.tensors(), first_key_BY, seed, dropout, num_clamped)
+    return _attention(inputs.tensors(), first_key_BY, mask.stop_key_BT, seed, dropout, mask.num_later, num_clamped)
 
 
 # Each pass is a custom operator, which torch.compile, torch's FLOP counter and its meta device handle as one step. Both
-# take the tensors of `AttentionInputs` as a list, in that order, and the mask as the result of its `first_keys`.
+# take the tensors of `AttentionInputs` as a list, in that order, and of the mask the result of its `first_keys`, and
+# `stop_key_BT`.
 
 
 @torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
 def _attention(
-    tensors: Sequence[Tensor], first_key_BY: Tensor | None, seed: Tensor | None, dropout: float, num_clamped: int
+    tensors: Sequence[Tensor],
+    first_key_BY: Tensor | None,
+    stop_key_BT: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    num_later: int,
+    num_clamped: int,
 ) -> Tensor:
     block_dropout = _BlockDropout(seed, dropout)
     out_BTNH = tensors[0].new_empty(tensors[0].shape)
-    for part in _parts(AttentionInputs(*tensors), first_key_BY, num_clamped):
+    for part in _parts(AttentionInputs(*tensors), (first_key_BY, stop_key_BT), num_later, num_clamped):
         out_GTH = _BUFFERS.like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = block_dropout.drop(_probabilities(part, block), part, block)
@@ -76,7 +83,13 @@ def _attention(
 
 @torch.library.custom_op("transformer_xl::cpu_attention_backward", mutates_args=())
 def _attention_backward(
-    dout_BTNH: Tensor, tensors: Sequence[Tensor], first_key_BY: Tensor | None, seed: Tensor | None, dropout: float
+    dout_BTNH: Tensor,
+    tensors: Sequence[Tensor],
+    first_key_BY: Tensor | None,
+    stop_key_BT: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    num_later: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the input tensors."""
     block_dropout, scale = _BlockDropout(seed, dropout), dout_BTNH.shape[-1] ** -0.5
@@ -84,7 +97,7 @@ def _attention_backward(
     sum_dtype = torch.promote_types(dout_BTNH.dtype, torch.float32)
     dr_PNH, *dbiases_NH = (torch.zeros(tensor.shape, dtype=sum_dtype) for tensor in tensors[3:])
     dr_NPH = torch.zeros_like(dr_PNH.transpose(0, 1), memory_format=torch.contiguous_format)
-    for part in _parts(AttentionInputs(*tensors), first_key_BY, num_clamped=0):
+    for part in _parts(AttentionInputs(*tensors), (first_key_BY, stop_key_BT), num_later, num_clamped=0):
         dout_GTH = _gather("output gradients", dout_BTNH, part.rows, part.heads).mul_(block_dropout.scale)
         dqueries_GTH = [_BUFFERS.like(f"{name} gradients", part.content_GTH) for name in ("content", "position")]
         dk_GSH, dv_GSH = (
@@ -122,13 +135,14 @@ def _(_dout_BTNH: Tensor, tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, .
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, first_key_BY, seed, ctx.dropout, _ = inputs
-    ctx.save_for_backward(*tensors, first_key_BY, seed)
+    tensors, *masks_and_seed, ctx.dropout, ctx.num_later, _ = inputs
+    ctx.save_for_backward(*tensors, *masks_and_seed)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor) -> tuple[Any, ...]:
-    *tensors, first_key_BY, seed = ctx.saved_tensors
-    return list(_attention_backward(dout_BTNH, tensors, first_key_BY, seed, ctx.dropout)), None, None, None, None
+    *tensors, first_key_BY, stop_key_BT, seed = ctx.saved_tensors
+    gradients = _attention_backward(dout_BTNH, tensors, first_key_BY, stop_key_BT, seed, ctx.dropout, ctx.num_later)
+    return list(gradients), *[None] * 6
 
 
 _attention.register_autograd(_backward, setup_context=_save)
@@ -144,8 +158,10 @@ class _Block:
     keys: slice
     distances: slice
     """Indices of the position keys that occur; position keys are in descending order of distance."""
-    num_clamped: int
-    """Number of further (clamped) distances that occur, which use the position key of the largest."""
+    columns: slice
+    """Columns of the scores by distance that they multiply."""
+    first_column: int
+    """First column that any query attends to; from there to `columns` distances are clamped to the largest."""
 
     def of_heads(self, x_GTH: Tensor, num_heads: int) -> Tensor:
         """Return these queries of all batch rows, head by head: a view (J, A, H)."""
@@ -170,8 +186,10 @@ class _Part:
     position_key_JPH: Tensor
     first_key_CY: Tensor | None
     """Index of the first attended key, without regard to distances, as in `AttentionMask.first_keys`."""
+    stop_key_CT: Tensor | None
+    num_later: int
     num_clamped: int
-    """As in `AttentionMask`."""
+    """These three as in `AttentionMask`."""
 
     @property
     def num_heads(self) -> int:
@@ -182,10 +200,10 @@ class _Part:
         """Copy the results of this part, (G, X, H), to its batch rows and heads of `out_BXNH`."""
         out_BXNH[self.rows, :, self.heads].permute(2, 0, 1, 3).copy_(x_GXH.unflatten(0, (self.num_heads, -1)))
 
-    def first_keys(self, queries: slice) -> Tensor | None:
-        """Return `first_key_CY` of these queries."""
-        first_key_CY = self.first_key_CY
-        return first_key_CY if first_key_CY is None or first_key_CY.shape[1] == 1 else first_key_CY[:, queries]
+    def first_and_stop_keys(self, queries: slice) -> list[Tensor | None]:
+        """Return `first_key_CY` and `stop_key_CT` of these queries."""
+        limits = (self.first_key_CY, self.stop_key_CT)
+        return [limit if limit is None or limit.shape[1] == 1 else limit[:, queries] for limit in limits]
 
     def blocks(self) -> Iterator[_Block]:
         """Yield the blocks in order of the queries; keys that none of a block's queries attends to are left out."""
@@ -193,16 +211,26 @@ class _Part:
         num_memory, num_distances = num_keys - num_queries, num_near + self.num_clamped
         for index, start in enumerate(range(0, num_queries, _BLOCK_QUERIES)):
             stop = min(start + _BLOCK_QUERIES, num_queries)
-            farthest = num_memory + start - num_distances + 1
-            first_key_CY = self.first_keys(slice(start, stop))
+            place = num_memory + self.num_later + start  # of the key at the first query's least distance
+            first_key_CY, stop_key_CI = self.first_and_stop_keys(slice(start, stop))
             first = 0 if first_key_CY is None else int(first_key_CY.min())
-            keys = slice(min(max(first, farthest, 0), num_memory + start), num_memory + stop)
-            near = min(num_near, _length(keys))  # number of distances that occur and have their own position key
-            num_clamped = min(num_distances, _length(keys)) - near
-            yield _Block(index, slice(start, stop), keys, slice(num_near - near, num_near), num_clamped)
+            end = min(place + stop - start, num_keys)
+            end = end if stop_key_CI is None else max(min(end, int(stop_key_CI.max())), 1)
+            # where no query attends to anything, some keys remain: the output is finite
+            keys = slice(max(min(max(first, place - num_distances + 1), end - (stop - start)), 0), end)
+            # column c has distance number `c + shift`; from number `num_clamped` on, they have position keys
+            shift = num_distances - 1 - (place + stop - start - 1) + keys.start
+            end_column = min(num_distances - shift, _length(keys) + stop - start - 1)
+            first_column = min(max(-shift, 0), end_column)
+            columns = slice(min(max(self.num_clamped - shift, first_column), end_column), end_column)
+            near = shift - self.num_clamped
+            distances = slice(columns.start + near, columns.stop + near)
+            yield _Block(index, slice(start, stop), keys, distances, columns, first_column)
 
 
-def _parts(inputs: AttentionInputs, first_key_BY: Tensor | None, num_clamped: int) -> Iterator[_Part]:
+def _parts(
+    inputs: AttentionInputs, first_and_stop_keys: Sequence[Tensor | None], num_later: int, num_clamped: int
+) -> Iterator[_Part]:
     """Yield parts that together contain all batch rows and heads; each is as large as a buffer can hold.
 
     For long segments, and in a KV cache, a part has one batch row, and at least one head for each thread.
@@ -223,6 +251,7 @@ def _parts(inputs: AttentionInputs, first_key_BY: Tensor | None, num_clamped: in
                 _add_bias(_gather(name, inputs.q_BTNH, rows, heads), bias_NH[heads])
                 for name, bias_NH in (("content", inputs.content_bias_NH), ("position", inputs.position_bias_NH))
             )
+            first_key_CY, stop_key_CT = (None if limit is None else limit[rows] for limit in first_and_stop_keys)
             yield _Part(
                 rows,
                 heads,
@@ -232,7 +261,9 @@ def _parts(inputs: AttentionInputs, first_key_BY: Tensor | None, num_clamped: in
                 k_GSH=_view_or_gather("keys", inputs.k_BSNH, rows, heads),
                 v_GSH=_view_or_gather("values", inputs.v_BSNH, rows, heads),
                 position_key_JPH=_view_or_gather("position keys", inputs.position_key_PNH[None], slice(0, 1), heads),
-                first_key_CY=None if first_key_BY is None else first_key_BY[rows],
+                first_key_CY=first_key_CY,
+                stop_key_CT=stop_key_CT,
+                num_later=num_later,
                 num_clamped=num_clamped,
             )
 
@@ -265,22 +296,24 @@ def _is_by_head(x_BXNH: Tensor) -> bool:
 def _probabilities(part: _Part, block: _Block) -> Tensor:
     """Return the attention probabilities of a block (G, I, K); the next call overwrites them."""
     wide_GIW = _wide_buffer("scores by distance", part, block)
-    num_keys = _length(block.keys)
-    first_near = num_keys - _length(block.distances)  # first column whose distance has its own position key
-    first_attended = first_near - block.num_clamped  # first column of an attended key
-    wide_GIW[..., :first_attended] = -torch.inf  # beyond the window
-    wide_GIW[..., num_keys:] = -torch.inf  # the future
-    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., first_near:num_keys]
+    num_keys, columns, lowest = _length(block.keys), block.columns, torch.finfo(wide_GIW.dtype).min
+    first_key_CY, stop_key_CI = part.first_and_stop_keys(block.queries)
+    # -inf, or a finite number where a query may attend to none of these keys; half of the lowest, as scores are added
+    outside = -torch.inf if stop_key_CI is None else lowest / 2
+    wide_GIW[..., : block.first_column] = outside  # beyond the window
+    wide_GIW[..., columns.stop :] = outside  # the future
+    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., columns]
     position_JAH = block.of_heads(part.position_GTH, part.num_heads)
     torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
-    wide_GIW[..., first_attended:first_near] = wide_GIW[..., first_near : first_near + 1]
+    wide_GIW[..., block.first_column : columns.start] = wide_GIW[..., columns.start : columns.start + 1]
     mask_GIK = _shifted(wide_GIW, num_keys)
-    first_key_CY = part.first_keys(block.queries)
+    # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
     if first_key_CY is not None:
-        before_CYK = keys_before(first_key_CY - block.keys.start, num_keys)
         mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
-        # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
-        mask_JCIK.masked_fill_(before_CYK, torch.finfo(mask_JCIK.dtype).min)
+        mask_JCIK.masked_fill_(keys_before(first_key_CY - block.keys.start, num_keys), lowest)
+    if stop_key_CI is not None:
+        mask_JCIK = mask_GIK.unflatten(0, (part.num_heads, -1))
+        mask_JCIK.masked_fill_(~keys_before(stop_key_CI - block.keys.start, num_keys), outside)
     p_GIK = _BUFFERS.like("probabilities", mask_GIK)
     torch.baddbmm(mask_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
     return torch.softmax(p_GIK, -1, out=p_GIK)
@@ -293,9 +326,10 @@ def _add_position_gradients(
     wide_GIW = _wide_buffer("gradients by distance", part, block)
     num_keys = _length(block.keys)
     wide_GIW[..., : _length(block.queries) - 1] = 0  # columns that the shifted view of the first queries does not cover
+    if block.columns.stop > num_keys:
+        wide_GIW[..., num_keys : block.columns.stop] = 0  # that of the last queries
     _shifted(wide_GIW, num_keys).copy_(ds_GIK)
-    columns = slice(num_keys - _length(block.distances), num_keys)
-    ds_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., columns]
+    ds_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., block.columns]
     position_JAH, dposition_JAH = (
         block.of_heads(x_GTH, part.num_heads) for x_GTH in (part.position_GTH, dposition_GTH)
     )

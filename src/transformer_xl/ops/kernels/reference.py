@@ -7,7 +7,8 @@
                   / sqrt(H)            with distance d = M + i - j
 
 r[d] is the position key of distance d: W_{k,R} R[d] in the paper. u and w are learned vectors; the paper calls the
-second one v, which in the code always means the values.
+second one v, which in the code always means the values. In attention to both sides
+distances of later keys are negative.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width, X one for
 each query, or one for all of them.
@@ -30,7 +31,8 @@ class AttentionInputs:
     k_BSNH: Tensor
     v_BSNH: Tensor
     position_key_PNH: Tensor
-    """Position keys of the distances P - 1, ..., 1, 0: the largest first, as the oldest keys come first."""
+    """Position keys of the distances P - 1, ..., 1, 0: the largest first, as the oldest keys come first. With the
+    `num_later` of the mask, of P - 1 - num_later, ..., -num_later."""
     content_bias_NH: Tensor
     """The paper's u."""
     position_bias_NH: Tensor
@@ -43,8 +45,8 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that a query attends to: those at distances 0 to P - 1 + num_clamped, except empty memory slots and keys
-    before the start of the query's episode."""
+    """The keys that a query attends to: those at distances that have a position key or are clamped, except empty memory
+    slots, keys before the start of the query's episode, and keys from `stop_key_BT` on."""
 
     valid_B: Tensor | None
     """Number of keys of each batch row before its last T that are attended, which are the last ones, or None for all:
@@ -57,6 +59,13 @@ class AttentionMask:
     first_key_BT: Tensor | None = None
     """Index of the first key of each query's episode in memory and new tokens, 0 if it started before them; None if no
     episode starts among the new tokens."""
+    num_later: int = 0
+    """Number of distances below 0, of keys after the query, that have a position key."""
+    stop_key_BT: Tensor | None = None
+    """Index after the last key that each query may attend to, such as that of padding behind a text; None for all."""
+    added_BNTS: Tensor | None = None
+    """Added to the scores, or None: any mask (with the lowest number of its dtype), any further term. Only the kernels
+    `sdpa` and `reference` do this."""
 
     def first_keys(self, num_queries: int, num_keys: int) -> Tensor | None:
         """Return the index of the first attended key, without regard to distances, or None if it is 0 for all queries.
@@ -67,6 +76,32 @@ class AttentionMask:
             return self.first_key_BT
         first_valid_B1 = (num_keys - num_queries - self.valid_B)[:, None]
         return first_valid_B1 if self.first_key_BT is None else torch.maximum(self.first_key_BT, first_valid_B1)
+
+    def excluded(self, num_queries: int, num_keys: int) -> Tensor | None:
+        """Return which keys are before the first or after the last attended one, whatever their distances.
+
+        It is bool (B, T, S), or (B, 1, S) where it is the same for all queries of a batch row, or None for none.
+        """
+        first_key_BX, excluded_BXS = self.first_keys(num_queries, num_keys), None
+        if first_key_BX is not None:
+            excluded_BXS = keys_before(first_key_BX, num_keys)
+        if self.stop_key_BT is not None:
+            after_BTS = ~keys_before(self.stop_key_BT, num_keys)
+            excluded_BXS = after_BTS if excluded_BXS is None else excluded_BXS | after_BTS
+        return excluded_BXS
+
+    def position_indices(self, num_queries: int, num_keys: int, num_distances: int, device: torch.device) -> Tensor:
+        """Return for each query and key the index of their position key (T, S); outside of 0 to P - 1 there is none."""
+        query_T, key_S = (torch.arange(number, device=device) for number in (num_queries, num_keys))
+        least = num_distances - 1 - self.num_later - (num_keys - num_queries)
+        return least - query_T[:, None] + key_S
+
+    def attended(self, num_queries: int, num_keys: int, num_distances: int, device: torch.device) -> Tensor:
+        """Return which keys each query attends to, without regard to `added_BNTS`, bool (B, T, S) or (1, T, S)."""
+        position_TS = self.position_indices(num_queries, num_keys, num_distances, device)
+        attended_BTS = ((position_TS >= 0) & (position_TS < num_distances))[None]
+        excluded_BXS = self.excluded(num_queries, num_keys)
+        return attended_BTS if excluded_BXS is None else attended_BTS & ~excluded_BXS
 
 
 def expand_distances(inputs: AttentionInputs, mask: AttentionMask) -> AttentionInputs:
@@ -101,13 +136,9 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     inputs = expand_distances(inputs, mask)
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     num_distances, scale = inputs.position_key_PNH.shape[0], inputs.q_BTNH.shape[-1] ** -0.5
-    query_T, key_S = (torch.arange(number, device=inputs.q_BTNH.device) for number in (num_queries, num_keys))
-    distance_TS = num_keys - num_queries + query_T[:, None] - key_S  # negative where the key is in the future
-    attended_B1TS = ((distance_TS >= 0) & (distance_TS < num_distances))[None, None]
-    first_key_BX = mask.first_keys(num_queries, num_keys)
-    if first_key_BX is not None:
-        attended_B1TS = attended_B1TS & ~keys_before(first_key_BX, num_keys)[:, None]
-    position_key_TSNH = inputs.position_key_PNH[(num_distances - 1 - distance_TS).clamp(0, num_distances - 1)]
+    position_TS = mask.position_indices(num_queries, num_keys, num_distances, inputs.q_BTNH.device)
+    attended_B1TS = mask.attended(num_queries, num_keys, num_distances, inputs.q_BTNH.device)[:, None]
+    position_key_TSNH = inputs.position_key_PNH[position_TS.clamp(0, num_distances - 1)]
 
     content_BNTS = torch.einsum("btnh,bsnh->bnts", inputs.q_BTNH, inputs.k_BSNH)
     position_BNTS = torch.einsum("btnh,tsnh->bnts", inputs.q_BTNH, position_key_TSNH)
@@ -119,6 +150,7 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
         for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
     )
     score_BNTS = content + position + content_bias + position_bias
+    score_BNTS = score_BNTS if mask.added_BNTS is None else score_BNTS + mask.added_BNTS
     # the lowest number, not -inf: a padding query attends to nothing, and its probabilities would be NaN
     score_BNTS = score_BNTS.masked_fill(~attended_B1TS, torch.finfo(score_BNTS.dtype).min)
     probabilities_BNTS = score_BNTS.softmax(-1, dtype=torch.promote_types(score_BNTS.dtype, torch.float32))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, keys_before
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
@@ -28,12 +28,13 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
     num_keys = inputs.k_BSNH.shape[1]
-    bias_BNTS = shifted(position_BNTP, num_keys=num_keys, num_clamped=mask.num_clamped)
-    first_key_BY = mask.first_keys(inputs.q_BTNH.shape[1], num_keys)
-    if first_key_BY is not None:
-        before_BYS = keys_before(first_key_BY, num_keys)
+    bias_BNTS = shifted(position_BNTP, num_keys=num_keys, num_clamped=mask.num_clamped, num_later=mask.num_later)
+    if mask.added_BNTS is not None:
+        bias_BNTS = bias_BNTS + mask.added_BNTS
+    excluded_BYS = mask.excluded(inputs.q_BTNH.shape[1], num_keys)
+    if excluded_BYS is not None:
         # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
-        bias_BNTS = bias_BNTS.masked_fill(before_BYS[:, None], torch.finfo(bias_BNTS.dtype).min)
+        bias_BNTS = bias_BNTS.masked_fill(excluded_BYS[:, None], torch.finfo(bias_BNTS.dtype).min)
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels need aligned rows
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)
@@ -43,13 +44,14 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     return out_BNTH.transpose(1, 2)
 
 
-def shifted(position_BNTP: Tensor, *, num_keys: int, num_clamped: int = 0) -> Tensor:
+def shifted(position_BNTP: Tensor, *, num_keys: int, num_clamped: int = 0, num_later: int = 0) -> Tensor:
     """Align position scores with keys (relative shift).
 
     Args:
         position_BNTP: scores by distance, in descending order of distance.
         num_keys: S.
         num_clamped: number of further attended distances, which have the score of the largest.
+        num_later: number of the distances that are below 0.
 
     Returns:
         scores by key (B, N, T, S), -inf where a query does not attend to the key.
@@ -58,10 +60,10 @@ def shifted(position_BNTP: Tensor, *, num_keys: int, num_clamped: int = 0) -> Te
     if num_clamped:
         clamped_BNTC = position_BNTP[..., :1].expand(*position_BNTP.shape[:-1], num_clamped)
         position_BNTP = torch.cat([clamped_BNTC, position_BNTP], dim=-1)
-    num_masked = num_keys - num_distances - num_clamped  # columns of distances beyond the window
+    num_masked = num_keys + num_later - num_distances - num_clamped  # columns of distances beyond the window
     if num_queries == 1 and not num_masked:
         return position_BNTP
-    wide_BNTW = F.pad(position_BNTP, (num_masked, num_queries - 1), value=-torch.inf)
+    wide_BNTW = F.pad(position_BNTP, (num_masked, num_queries - 1 - num_later), value=-torch.inf)
     if num_queries == 1:
         return wide_BNTW
     # slices, not as_strided: torch.compile does not support the storage offset that this needs

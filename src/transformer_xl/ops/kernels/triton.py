@@ -63,7 +63,8 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     # the kernels do not clamp distances: the key of the largest position stands for all longer distances, repeated
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
-    return relative_attention(tensors, mask.valid_B, mask.first_key_BT, seed, dropout)[0]
+    ranges = mask.valid_B, mask.first_key_BT, mask.stop_key_BT
+    return relative_attention(tensors, *ranges, seed, mask.num_later, dropout)[0]
 
 
 @torch.library.custom_op("transformer_xl::relative_attention", mutates_args=())
@@ -71,24 +72,26 @@ def relative_attention(
     inputs: Sequence[Tensor],
     valid_B: Tensor | None,
     first_key_BT: Tensor | None,
+    stop_key_BT: Tensor | None,
     seed: Tensor | None,
+    num_later: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attended values (B, T, N, H), and for each query (B, N, T) log2(sum(exp(score))) over its keys.
 
-    `valid_B` is the number of filled memory slots of each batch row, or None if all slots may be attended to, and
-    `first_key_BT` that of `AttentionMask`.
+    `valid_B` is the number of filled memory slots of each batch row, or None if all slots may be attended to;
+    `first_key_BT`, `stop_key_BT` and `num_later` are those of `AttentionMask`.
     `kernels.rows_of` adds to a tensor the strides by which a kernel finds its vectors of H values.
     """
     from transformer_xl.ops.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = _empty_results(inputs)
-    operands, sizes = kernels.kernel_inputs(inputs)
+    operands, sizes = kernels.kernel_inputs(inputs, num_later)
     config = kernels.choose_config("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout, device=out_BTNH.device)
     results = kernels.Results(kernels.rows_of(out_BTNH), log_sum_BNT)
     with _current_device(out_BTNH):
         num_programs = _ceil_div(sizes.T, config.tile) * sizes.B * sizes.N
-        mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), seed)
+        mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), _contiguous(stop_key_BT), seed)
         kernels.launch(kernels.forward_kernel, num_programs, config, operands, mask, results, sizes)
     return out_BTNH, log_sum_BNT
 
@@ -99,8 +102,10 @@ def relative_attention_backward(
     inputs: Sequence[Tensor],
     valid_B: Tensor | None,
     first_key_BT: Tensor | None,
+    stop_key_BT: Tensor | None,
     seed: Tensor | None,
     results: Sequence[Tensor],
+    num_later: int,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs, from the gradient of the output and the results of the forward pass."""
@@ -113,10 +118,10 @@ def relative_attention_backward(
         kernels.choose_config(name, width, dtype, dropout, atomic=atomic and name == "queries", device=device)
         for name in ("queries", "keys", "distances")
     )
-    operands, sizes = kernels.kernel_inputs(inputs)
-    # blocks of `tile` distances are counted from distance S - T, where memory begins, so the first may be partial
+    operands, sizes = kernels.kernel_inputs(inputs, num_later)
+    # blocks of `tile` distances are counted from that of query 0 to key 0, so the first may be partial
     num_tiles, tile = _ceil_div(sizes.T, queries_config.tile), distances_config.tile
-    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)
+    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T + num_later) % tile, tile)
     num_groups = 1 if atomic else max(1, min(sizes.B, _MAX_PROGRAMS // (num_blocks * sizes.N)))
     sizes = sizes._replace(groups=num_groups)
 
@@ -131,7 +136,7 @@ def relative_attention_backward(
     saved = kernels.SavedForBackward(
         kernels.rows_of(out_BTNH), kernels.rows_of(dout_BTNH), log_sum_BNT, torch.empty_like(log_sum_BNT)
     )
-    mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), seed)
+    mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), _contiguous(stop_key_BT), seed)
     arguments = (operands, mask, saved, gradients, sizes)
     with _current_device(out_BTNH):
         kernels.launch(kernels.queries_kernel, num_tiles * sizes.B * sizes.N, queries_config, *arguments)
@@ -159,15 +164,15 @@ def _empty_gradients(_dout_BTNH: Tensor, inputs: Sequence[Tensor], *_: Any) -> t
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, valid_B, first_key_BT, seed, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, valid_B, first_key_BT, seed, *output)
+    tensors, *mask_and_seed, ctx.num_later, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *mask_and_seed, *output)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *inputs, valid_B, first_key_BT, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
-    mask_and_seed, results = (valid_B, first_key_BT, seed), [out_BTNH, log_sum_BNT]
-    gradients = relative_attention_backward(dout_BTNH, inputs, *mask_and_seed, results, ctx.dropout)
-    return list(gradients), None, None, None, None
+    *inputs, valid_B, first_key_BT, stop_key_BT, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
+    mask_and_seed, results = (valid_B, first_key_BT, stop_key_BT, seed), [out_BTNH, log_sum_BNT]
+    gradients = relative_attention_backward(dout_BTNH, inputs, *mask_and_seed, results, ctx.num_later, ctx.dropout)
+    return list(gradients), *[None] * 6
 
 
 relative_attention.register_autograd(_backward, setup_context=_save)

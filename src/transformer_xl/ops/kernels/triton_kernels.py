@@ -23,6 +23,9 @@ Position keys are in descending order of distance, so a block's column 0 is its 
   share one block.
 - Rotated back, the score gradients of two neighbouring tiles form one complete block again.
 
+Everywhere here distances are counted from the least one that has a position key, which is 0 in causal attention and
+below 0 where queries attend to later keys: `first_place` is that distance of query 0 to key 0.
+
 The forward kernel keeps a running maximum and sum of the softmax (Milakov and Gimelshein 2018, Dao et al. 2022). In the
 backward pass, with probability p, output gradient do, and delta the scalar product of output and its gradient, the
 gradient of a score is p (do . v - delta). Three kernels compute it tile by tile:
@@ -79,18 +82,20 @@ class Inputs(NamedTuple):
 
 
 class MaskAndSeed(NamedTuple):
-    """Which probabilities are zero: those of empty memory slots or earlier episodes, and those that dropout zeroes."""
+    """Which probabilities are zero: those of keys outside of these ranges, and those that dropout zeroes."""
 
     valid: Tensor | None
     """Number of valid memory slots of each batch row, or None if all are valid."""
     first_key: Tensor | None
-    """Index of the first key of each query's episode (B, T), or None if no episode starts among the queries."""
+    """Index of the first key of each query's episode or chunk (B, T), or None if none starts among the queries."""
+    stop: Tensor | None
+    """Index after the last key that each query may attend to (B, T), or None if distances alone decide."""
     seed: Tensor | None
     """Seed of dropout, or None without dropout."""
 
 
 class Sizes(NamedTuple):
-    """Numbers of batch rows (B), queries (T), keys (S), distances (P) and heads (N), and of groups of batch rows."""
+    """Numbers of batch rows (B), queries (T), keys (S), distances (P) and heads (N), and two others."""
 
     B: int
     T: int
@@ -99,6 +104,8 @@ class Sizes(NamedTuple):
     N: int
     groups: int
     """Number of groups of batch rows, each of which has its own sum of the gradients of position keys."""
+    later: int | None = None
+    """Number of distances below 0, or None, for which a kernel is compiled without them, if there are none."""
 
 
 class KernelConfig(NamedTuple):
@@ -175,12 +182,12 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, tensor.shape[-3] + 1, stride_b, tensor.stride(-3), tensor.stride(-2))
 
 
-def kernel_inputs(tensors: Sequence[Tensor]) -> tuple[Inputs, Sizes]:
+def kernel_inputs(tensors: Sequence[Tensor], num_later: int) -> tuple[Inputs, Sizes]:
     """Return the arguments `inputs` and `sizes` of every kernel, from the tensors of `AttentionInputs` in order."""
     *rows, content_bias_NH, position_bias_NH = tensors
     q_BTNH, k_BSNH, _, r_PNH = rows
     batch_size, num_queries, num_heads = q_BTNH.shape[:3]
-    sizes = Sizes(batch_size, num_queries, k_BSNH.shape[1], len(r_PNH), num_heads, groups=1)
+    sizes = Sizes(batch_size, num_queries, k_BSNH.shape[1], len(r_PNH), num_heads, 1, num_later or None)
     return Inputs(*map(rows_of, rows), content_bias_NH.contiguous(), position_bias_NH.contiguous()), sizes
 
 
@@ -251,7 +258,7 @@ def launch(kernel: Any, num_programs: int, config: KernelConfig, *arguments: Any
 def forward_kernel(inputs, mask_and_seed, results, sizes, config: tl.constexpr):
     """Compute the attended values of W queries of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
-    memory = sizes.S - sizes.T  # number of memory slots
+    place = first_place(sizes)
     first_query = tile * config.tile
     step = tl.arange(0, config.tile)
     query_I = first_query + step
@@ -260,12 +267,11 @@ def forward_kernel(inputs, mask_and_seed, results, sizes, config: tl.constexpr):
     position_IH = plus_bias(q_IH, inputs.position_bias, n, config)
 
     first_valid = first_valid_key(mask_and_seed, b, sizes)
-    # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
-    first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
-    last = memory + tl.minimum(first_query + config.tile, sizes.T)
-    near_D = sizes.P - (memory + first_query - first) + step  # indices of the near block's position keys
-    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
     first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+    stop_key = stop_attended(mask_and_seed, b, query_I, sizes)
+    first, last = key_range(place, first_query, first_key, stop_key, mask_and_seed, sizes, config)
+    near_D = sizes.P - (place + first_query - first) + step  # indices of the near block's position keys
+    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
     max_I = tl.full([config.tile], float("-inf"), config.acc_dtype)
     sum_I = tl.full([config.tile], 0.0, config.acc_dtype)
     out_IH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
@@ -274,7 +280,8 @@ def forward_kernel(inputs, mask_and_seed, results, sizes, config: tl.constexpr):
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, config)), config)
         score_IJ = product(content_IH, tl.trans(load_rows(inputs.k, b, n, key_J, config)), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
+        distance_IJ = place + query_I[:, None] - key_J[None, :]
+        attended_IJ = is_attended(distance_IJ, key_J[None, :], first_key, stop_key, sizes)
         score_IJ = tl.where(attended_IJ, score_IJ * config.scale_log2, float("-inf"))
         new_max_I = tl.maximum(max_I, tl.max(score_IJ, 1))
         offset_I = tl.where(new_max_I == float("-inf"), 0.0, new_max_I)  # no attended key so far
@@ -302,7 +309,7 @@ def forward_kernel(inputs, mask_and_seed, results, sizes, config: tl.constexpr):
 def queries_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W queries of one head, and delta, which the other two kernels read."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
-    memory = sizes.S - sizes.T  # number of memory slots
+    place = first_place(sizes)
     first_query = tile * config.tile
     step = tl.arange(0, config.tile)
     query_I = first_query + step
@@ -312,12 +319,11 @@ def queries_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.co
     tl.store(saved.delta + (b * sizes.N + n) * sizes.T + query_I, delta_I, mask=query_I < sizes.T)
 
     first_valid = first_valid_key(mask_and_seed, b, sizes)
-    # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
-    first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
-    last = memory + tl.minimum(first_query + config.tile, sizes.T)
-    far_D = sizes.P - (memory + first_query - first) - config.tile + step  # indices of the far block's position keys
-    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D, config)), config)
     first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+    stop_key = stop_attended(mask_and_seed, b, query_I, sizes)
+    first, last = key_range(place, first_query, first_key, stop_key, mask_and_seed, sizes, config)
+    far_D = sizes.P - (place + first_query - first) - config.tile + step  # indices of the far block's position keys
+    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D, config)), config)
     # score gradients by distance of the tile before, whose near block is the far block of the current tile
     previous_ID = tl.full([config.tile, config.tile], 0.0, content_IH.dtype)
     dcontent_IH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
@@ -328,7 +334,8 @@ def queries_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.co
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D + config.tile, config)), config)
         score_IJ = product(content_IH, tl.trans(k_JH), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
+        distance_IJ = place + query_I[:, None] - key_J[None, :]
+        attended_IJ = is_attended(distance_IJ, key_J[None, :], first_key, stop_key, sizes)
         dscore_IJ = product(dout_IH, tl.trans(load_rows(inputs.v, b, n, key_J, config)), config)
         if config.dropout > 0:
             dscore_IJ = dropped(dscore_IJ, keep(mask_and_seed, b * sizes.N + n, first_query, start, config), config)
@@ -360,7 +367,7 @@ def queries_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.co
 def keys_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W keys and their values, of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.S, config.tile), sizes.N)
-    memory = sizes.S - sizes.T  # number of memory slots
+    place = first_place(sizes)
     tile_start = tile * config.tile
     step = tl.arange(0, config.tile)
     key_J = tile_start + step
@@ -369,9 +376,18 @@ def keys_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.const
 
     first_valid = first_valid_key(mask_and_seed, b, sizes)
     # range of the queries that attend to these keys, from the start of a tile; `last` is exclusive
-    first = tl.maximum(tile_start - memory, 0) // config.tile * config.tile
-    last = tl.minimum(tl.minimum(tile_start + config.tile, sizes.S) - 1 - memory + sizes.P, sizes.T)
+    first = tl.maximum(tile_start - place, 0) // config.tile * config.tile
+    last = tl.minimum(tl.minimum(tile_start + config.tile, sizes.S) - 1 - place + sizes.P, sizes.T)
     last = tl.where(tile_start + config.tile <= first_valid, first, last)  # no queries if all these slots are empty
+    if mask_and_seed.stop is not None:  # less the tiles of other chunks, and of queries whose row has only padding here
+        last = tl.cdiv(last, config.tile) * config.tile
+        stop = tile_start + config.tile
+        while (first < last) & ~has_range_in(mask_and_seed, b, first, first_valid, tile_start, stop, sizes, config):
+            first += config.tile
+        end = last - config.tile
+        while (first <= end) & ~has_range_in(mask_and_seed, b, end, first_valid, tile_start, stop, sizes, config):
+            end -= config.tile
+        last = end + config.tile
     dk_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     dv_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for start in range(first, last, config.tile):
@@ -379,13 +395,15 @@ def keys_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.const
         content_IH, position_IH, dout_IH = load_queries(inputs, saved, b, n, query_I, config)
         log_sum_I = load_statistic(saved.log_sum, b * sizes.N + n, query_I, sizes, float("inf"))
         delta_I = load_statistic(saved.delta, b * sizes.N + n, query_I, sizes, 0.0)
-        near_D = sizes.P - (memory + start - tile_start) + step
+        near_D = sizes.P - (place + start - tile_start) + step
         far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
         near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, config)), config)
         score_IJ = product(content_IH, tl.trans(k_JH), config)
         score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
         first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
-        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_key, sizes)
+        stop_key = stop_attended(mask_and_seed, b, query_I, sizes)
+        distance_IJ = place + query_I[:, None] - key_J[None, :]
+        attended_IJ = is_attended(distance_IJ, key_J[None, :], first_key, stop_key, sizes)
         probability_IJ = probability(score_IJ, log_sum_I, attended_IJ, config)
         weight_IJ = probability_IJ
         dscore_IJ = product(dout_IH, tl.trans(v_JH), config)
@@ -407,9 +425,9 @@ def distances_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.
     Blocks of distances are aligned so that the keys at these distances from W queries are in two neighbouring tiles:
     in the earlier one for pairs above the diagonal of the block, in the later one for the others.
     """
-    memory = sizes.S - sizes.T  # number of memory slots
-    tile, group, n = program_position(tl.cdiv(sizes.P + config.tile - memory % config.tile, config.tile), sizes.N)
-    nearest = memory % config.tile + (tile - 1) * config.tile  # smallest distance of the block; may be negative
+    place = first_place(sizes)
+    tile, group, n = program_position(tl.cdiv(sizes.P + config.tile - place % config.tile, config.tile), sizes.N)
+    nearest = place % config.tile + (tile - 1) * config.tile  # smallest distance of the block; may be negative
     step = tl.arange(0, config.tile)
     index_D = sizes.P - nearest - config.tile + step
     r_DH = load_rows(inputs.r, 0, n, index_D, config)
@@ -417,26 +435,34 @@ def distances_kernel(inputs, mask_and_seed, saved, gradients, sizes, config: tl.
     dr_DH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for b in range(group, sizes.B, sizes.groups):
         first_valid = first_valid_key(mask_and_seed, b, sizes)
-        first = tl.maximum(nearest + first_valid - memory, 0) // config.tile * config.tile
-        for start in range(first, sizes.T, config.tile):
-            query_I = start + step
-            content_IH, position_IH, dout_IH = load_queries(inputs, saved, b, n, query_I, config)
-            log_sum_I = load_statistic(saved.log_sum, b * sizes.N + n, query_I, sizes, float("inf"))
-            delta_I = load_statistic(saved.delta, b * sizes.N + n, query_I, sizes, 0.0)
-            key = memory + start - nearest  # first key of the later tile
-            key_IJ = key + step[None, :] - tl.where(is_late_IJ, 0, config.tile)
-            score_IJ = two_tiles(content_IH, inputs.k, b, n, key + step, config)
-            score_IJ += over_keys(product(position_IH, tl.trans(r_DH), config), config)
-            first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
-            attended_IJ = is_attended(memory + query_I[:, None] - key_IJ, key_IJ, first_key, sizes)
-            dscore_IJ = two_tiles(dout_IH, inputs.v, b, n, key + step, config)
-            if config.dropout > 0:
-                late_IJ = keep(mask_and_seed, b * sizes.N + n, start, key, config)
-                early_IJ = keep(mask_and_seed, b * sizes.N + n, start, key - config.tile, config)
-                dscore_IJ = dropped(dscore_IJ, (late_IJ & is_late_IJ) | (early_IJ & ~is_late_IJ), config)
-            dscore_IJ = probability(score_IJ, log_sum_I, attended_IJ, config) * (dscore_IJ - delta_I[:, None])
-            dscore_ID = over_distances(dscore_IJ, config).to(content_IH.dtype)
-            dr_DH += product(tl.trans(dscore_ID), position_IH, config)
+        first = tl.maximum(nearest + first_valid - place, 0) // config.tile * config.tile
+        last = sizes.T
+        if sizes.later is not None:  # from the queries after these, such distances lead beyond the last key
+            last = tl.minimum(last, sizes.S + nearest + config.tile - place)
+        for start in range(first, last, config.tile):
+            key = place + start - nearest  # first key of the later tile
+            # queries of another chunk or padding have nothing at these distances; without them there is no branch
+            if mask_and_seed.stop is None or (
+                has_range_in(mask_and_seed, b, start, first_valid, key - config.tile, key + config.tile, sizes, config)
+            ):
+                query_I = start + step
+                content_IH, position_IH, dout_IH = load_queries(inputs, saved, b, n, query_I, config)
+                log_sum_I = load_statistic(saved.log_sum, b * sizes.N + n, query_I, sizes, float("inf"))
+                delta_I = load_statistic(saved.delta, b * sizes.N + n, query_I, sizes, 0.0)
+                key_IJ = key + step[None, :] - tl.where(is_late_IJ, 0, config.tile)
+                score_IJ = two_tiles(content_IH, inputs.k, b, n, key + step, config)
+                score_IJ += over_keys(product(position_IH, tl.trans(r_DH), config), config)
+                first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+                stop_key = stop_attended(mask_and_seed, b, query_I, sizes)
+                attended_IJ = is_attended(place + query_I[:, None] - key_IJ, key_IJ, first_key, stop_key, sizes)
+                dscore_IJ = two_tiles(dout_IH, inputs.v, b, n, key + step, config)
+                if config.dropout > 0:
+                    late_IJ = keep(mask_and_seed, b * sizes.N + n, start, key, config)
+                    early_IJ = keep(mask_and_seed, b * sizes.N + n, start, key - config.tile, config)
+                    dscore_IJ = dropped(dscore_IJ, (late_IJ & is_late_IJ) | (early_IJ & ~is_late_IJ), config)
+                dscore_IJ = probability(score_IJ, log_sum_I, attended_IJ, config) * (dscore_IJ - delta_I[:, None])
+                dscore_ID = over_distances(dscore_IJ, config).to(content_IH.dtype)
+                dr_DH += product(tl.trans(dscore_ID), position_IH, config)
     store_rows(gradients.r, group, n, index_D, dr_DH * config.scale, config)
 
 
@@ -566,25 +592,66 @@ def first_valid_key(mask_and_seed, b, sizes):
 
 
 @triton.jit
+def first_place(sizes):
+    """Return the distance of query 0 to key 0, counted from the least distance that has a position key."""
+    return sizes.S - sizes.T if sizes.later is None else sizes.S - sizes.T + sizes.later
+
+
+@triton.jit
+def load_limit(pointer, b, query_I, sizes, default):
+    """Return a tile's values of a tensor of key indices (B, T) as (I, 1), and `default` where there is no query."""
+    is_query_I = (query_I >= 0) & (query_I < sizes.T)
+    return tl.load(pointer + b * sizes.T + query_I, mask=is_query_I, other=default).to(tl.int32)[:, None]
+
+
+@triton.jit
 def first_attended(mask_and_seed, b, query_I, first_valid, sizes):
     """Return the index of the first key of a tile's queries that is neither in an empty slot nor of an earlier episode.
 
-    It is a number, or (I, 1) where episodes start among the queries.
+    It is a number, or (I, 1) where episodes or chunks start among the queries.
     """
     return (
         first_valid
         if mask_and_seed.first_key is None
-        else tl.maximum(
-            tl.load(mask_and_seed.first_key + b * sizes.T + query_I, mask=query_I < sizes.T, other=0).to(tl.int32),
-            first_valid,
-        )[:, None]
+        else tl.maximum(load_limit(mask_and_seed.first_key, b, query_I, sizes, sizes.S), first_valid)
     )
 
 
 @triton.jit
-def is_attended(distance, key, first_key, sizes):
-    """Return whether a query attends to a key: not in the future, not beyond the window, none before its first key."""
-    return (distance >= 0) & (distance < sizes.P) & (key >= first_key)
+def stop_attended(mask_and_seed, b, query_I, sizes):
+    """Return the index after the last key of a tile's queries, a number or (I, 1); None where distances decide it."""
+    return (
+        (None if sizes.later is None else sizes.S)
+        if mask_and_seed.stop is None
+        else tl.minimum(load_limit(mask_and_seed.stop, b, query_I, sizes, 0), sizes.S)
+    )
+
+
+@triton.jit
+def key_range(place, first_query, first_key, stop_key, mask_and_seed, sizes, config: tl.constexpr):
+    """Return the range of keys that a tile of queries attends to, from the start of a tile; its end is exclusive."""
+    first = first_key if mask_and_seed.first_key is None else tl.min(first_key)
+    first = tl.maximum(first, place + first_query - sizes.P + 1) // config.tile * config.tile
+    last = place + tl.minimum(first_query + config.tile, sizes.T)
+    if stop_key is not None:
+        last = tl.minimum(last, sizes.S if mask_and_seed.stop is None else tl.max(stop_key))
+    return first, last
+
+
+@triton.jit
+def has_range_in(mask_and_seed, b, first_query, first_valid, first, stop, sizes, config: tl.constexpr):
+    """Return whether the range of any query of a tile, from first to stop key, has keys in another range."""
+    query_I = first_query + tl.arange(0, config.tile)
+    first_key = first_attended(mask_and_seed, b, query_I, first_valid, sizes)
+    stop_key = stop_attended(mask_and_seed, b, query_I, sizes)
+    return tl.max(((first_key < stop) & (stop_key > tl.maximum(first, 0))).to(tl.int32)) > 0
+
+
+@triton.jit
+def is_attended(distance, key, first_key, stop_key, sizes):
+    """Return whether a query attends to a key: one at a distance that has a position key, and within its range."""
+    attended = (distance >= 0) & (distance < sizes.P) & (key >= first_key)
+    return attended if stop_key is None else attended & (key < stop_key)
 
 
 @triton.jit

@@ -114,8 +114,8 @@ def _gradient_shapes(_dout: Tensor, _lse: Tensor, tensors: Sequence[Tensor], *_:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, valid_B, first_key_BT, seed, ctx.dropout, ctx.num_clamped = inputs
-    ctx.save_for_backward(output[1], valid_B, first_key_BT, seed, *tensors)
+    tensors, *masks_and_seed, ctx.dropout, ctx.num_clamped, ctx.num_later = inputs
+    ctx.save_for_backward(output[1], *masks_and_seed, *tensors)
 
 
 def _refuse_second_derivative(*_: Any) -> None:
@@ -123,6 +123,7 @@ def _refuse_second_derivative(*_: Any) -> None:
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    lse_BNT, valid_B, first_key_BT, seed, *tensors = ctx.saved_tensors
-    arguments = (dout_BTNH, lse_BNT, tensors, valid_B, first_key_BT, seed, ctx.dropout, ctx.num_clamped)
-    return torch.ops.transformer_xl_native.attention_backward(*arguments), None, None, None, None, None
+    lse_BNT, valid_B, first_key_BT, stop_key_BT, seed, *tensors = ctx.saved_tensors
+    numbers = (ctx.dropout, ctx.num_clamped, ctx.num_later)
+    arguments = (dout_BTNH, lse_BNT, tensors, valid_B, first_key_BT, stop_key_BT, seed, *numbers)
+    return torch.ops.transformer_xl_native.attention_backward(*arguments), *[None] * 7

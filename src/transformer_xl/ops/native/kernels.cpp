@@ -234,14 +234,17 @@ void long_product(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int
     product(M, N, smaller(kChunk, K - j), lda, ldb, ldc, j > 0, a + j, b + j * ldb, c);
 }
 
-// First and last key that a query attends to; the last is before the first for padding
+// First and last key that a query attends to; the last is before the first where there is none, as for padding
 struct Stretch {
   int64_t first, last;
   Stretch(const Attention& z, int64_t b, int64_t query) {
     const int64_t memory = z.S - z.T, empty = z.valid ? memory - z.valid[b] : 0;
-    last = memory + query;
-    first = larger(larger(0, empty), last - (z.P + z.clamped) + 1);
-    if (z.first_key && query < z.T) first = larger(first, z.first_key[b * z.T + query]);  // padding of a block has none
+    const int64_t place = memory + z.later + query;  // of the key at the least distance
+    last = smaller(place, z.S - 1);
+    first = larger(larger(0, empty), place - (z.P + z.clamped) + 1);
+    if (query >= z.T) return;  // padding of a block
+    if (z.first_key) first = larger(first, z.first_key[b * z.T + query]);
+    if (z.stop_key) last = smaller(last, z.stop_key[b * z.T + query] - 1);
   }
   int64_t count() const { return larger(0, last - first + 1); }
 };
@@ -294,16 +297,18 @@ void softmax_gradients(P* p, P* ds, A* s, A* dp, int64_t count, A lse, const Dra
 // A block of queries, and the keys that one of them attends to, in whole units
 struct Block {
   int64_t start, valid, rows;  // rows: with those that fill up the last block
-  int64_t key = 0, keys = 0;   // first key, and their number; 0 if all queries are padding
+  int64_t key = 0, keys = 0;   // first key, and their number; 0 if no query attends to any
   int64_t distance = 0;        // index of the position key of the first column of scores; negative: clamped
   Block(const Attention& z, int64_t b, int64_t first, int64_t size)
       : start(first), valid(smaller(size, z.T - first)), rows(round_up(valid, kRows)) {
-    const int64_t end = z.S - z.T + start + valid;
-    int64_t begin = end;
-    for (int64_t a = 0; a < valid; a++) begin = smaller(begin, Stretch(z, b, start + a).first);
+    int64_t begin = z.S, end = 0;
+    for (int64_t a = 0; a < valid; a++) {
+      const Stretch s(z, b, start + a);
+      begin = smaller(begin, s.first), end = larger(end, s.last + 1);
+    }
     if (begin >= end) return;
     key = begin / kUnit * kUnit, keys = round_up(end - key, kUnit);
-    distance = key + z.P - (z.S - z.T) - start - rows;
+    distance = key + z.P - (z.S - z.T) - z.later - start - rows;
   }
 };
 
@@ -317,7 +322,7 @@ struct Head {
   const int64_t keys = round_up(z.S, kUnit) + kSpare;
   const int64_t wide = keys + block + 2 * kUnit;  // columns of scores
   // columns before distance P - 1; products with rows of distances begin with a whole pair
-  const int64_t front = z.clamped + block + kUnit + ((z.P - z.S + z.T + z.clamped) & 1);
+  const int64_t front = z.clamped + block + kUnit + ((z.P - z.S + z.T - z.later + z.clamped) & 1);
   const int64_t distances = round_up(front + z.P + block + 2 * kUnit, kUnit) + kSpare;
   const A scale = 1 / std::sqrt(static_cast<A>(z.H));
   P* const by_distance = buffer<P>(kDistances, distances * width);  // packed (H, L)

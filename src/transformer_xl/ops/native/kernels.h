@@ -28,9 +28,10 @@ struct View {
 // an order that does not depend on the number of threads.
 struct Attention {
   int64_t B, T, S, P, N, H;
-  int64_t clamped;       // num_clamped of the mask
+  int64_t clamped, later;    // num_clamped and num_later of the mask
   const int64_t* valid;      // valid_B of the mask, or null
   const int64_t* first_key;  // first_key_BT of the mask, or null
+  const int64_t* stop_key;   // stop_key_BT of the mask, or null
   double dropout;
   uint64_t seed;
   int64_t groups;

@@ -152,7 +152,8 @@ Inputs strided(const Tensors& inputs) {
 }
 
 Attention checked(const Inputs& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
-                  const OptionalTensor& seed, double dropout, int64_t clamped) {
+                  const OptionalTensor& stop_key, const OptionalTensor& seed, double dropout, int64_t clamped,
+                  int64_t later) {
   const auto &[q, k, v, r, u, w] = inputs;
   Attention z{};
   z.B = q.B, z.T = q.X, z.N = q.N, z.H = q.H, z.S = k.X, z.P = r.X;
@@ -160,14 +161,14 @@ Attention checked(const Inputs& inputs, const OptionalTensor& valid, const Optio
     require(x.type == q.type && x.H == z.H && x.N == z.N, "inputs of attention differ in dtype or heads");
   require(q.dim == 4 && k.dim == 4 && v.dim == 4 && r.dim == 3 && u.dim == 2 && w.dim == 2, "wrong number of dimensions");
   require(v.X == z.S && v.B == z.B && k.B == z.B && z.S >= z.T, "wrong shapes of keys or values");
-  require(z.P >= 1 && clamped >= 0 && z.P + clamped <= z.S, "wrong number of distances");
-  z.clamped = clamped, z.dropout = dropout;
+  require(z.P >= 1 && clamped >= 0 && later >= 0 && z.P + clamped <= z.S + later, "wrong number of distances");
+  z.clamped = clamped, z.later = later, z.dropout = dropout;
   const auto numbers = [](const OptionalTensor& x, int64_t count) -> const int64_t* {
     if (!x) return nullptr;
     require(x->scalar_type() == ScalarType::Long && x->is_contiguous() && x->numel() == count, "wrong mask of attention");
     return static_cast<const int64_t*>(x->const_data_ptr());
   };
-  z.valid = numbers(valid, z.B), z.first_key = numbers(first_key, z.B * z.T);
+  z.valid = numbers(valid, z.B), z.first_key = numbers(first_key, z.B * z.T), z.stop_key = numbers(stop_key, z.B * z.T);
   if (dropout > 0) {
     require(dropout < 1, "dropout needs a rate below 1");
     z.seed = number_of(seed);
@@ -191,8 +192,9 @@ void run(const Attention& z, ScalarType type, void (*task)(const Attention&, int
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
-                                     const OptionalTensor& seed, double dropout, int64_t clamped) {
-  Attention z = checked(strided(inputs), valid, first_key, seed, dropout, clamped);
+                                     const OptionalTensor& stop_key, const OptionalTensor& seed, double dropout,
+                                     int64_t clamped, int64_t later) {
+  Attention z = checked(strided(inputs), valid, first_key, stop_key, seed, dropout, clamped, later);
   const ScalarType type = inputs[0].scalar_type();
   const Tensor out = empty(inputs[0].sizes(), type);
   const Tensor lse = empty({z.B, z.N, z.T}, type == ScalarType::Double ? type : ScalarType::Float);
@@ -202,9 +204,9 @@ std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor
 }
 
 Tensors attention_backward(const Tensor& dout, const Tensor& lse, const Tensors& inputs, const OptionalTensor& valid,
-                           const OptionalTensor& first_key, const OptionalTensor& seed, double dropout,
-                           int64_t clamped) {
-  Attention z = checked(strided(inputs), valid, first_key, seed, dropout, clamped);
+                           const OptionalTensor& first_key, const OptionalTensor& stop_key, const OptionalTensor& seed,
+                           double dropout, int64_t clamped, int64_t later) {
+  Attention z = checked(strided(inputs), valid, first_key, stop_key, seed, dropout, clamped, later);
   const Tensor &q = inputs[0], &k = inputs[1];
   const ScalarType type = q.scalar_type(), sums = lse.scalar_type();
   require(dout.sizes().equals(q.sizes()) && dout.scalar_type() == type, "wrong gradient of the output");
@@ -223,7 +225,7 @@ Tensors attention_backward(const Tensor& dout, const Tensor& lse, const Tensors&
 
 Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
                         int64_t clamped) {
-  Attention z = checked(strided(inputs), valid, first_key, {}, 0, clamped);
+  Attention z = checked(strided(inputs), valid, first_key, {}, {}, 0, clamped, 0);
   require_stored_in_order(z.k, z.v, z.r);
   const ScalarType type = inputs[0].scalar_type();
   const Tensor out = empty(inputs[0].sizes(), type);
@@ -303,7 +305,7 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
     const Inputs inputs{q, newest(keys[layer]), newest(values[layer]), r, strided(biases[2 * layer]),
                         strided(biases[2 * layer + 1])};
     DecodedLayer z{};
-    z.attention = checked(inputs, valid, {}, {}, 0, clamped);
+    z.attention = checked(inputs, valid, {}, {}, {}, 0, clamped, 0);
     require_stored_in_order(z.attention.k, z.attention.v, z.attention.r);
     z.attention.out = q.view, z.attention.out.data = scratch.get() + starts[1];
     z.D = D, z.F = F, z.norm_first = norm_first;
@@ -334,11 +336,11 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
 
 STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
-      "attention(Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, float dropout, int num_clamped) "
-      "-> (Tensor, Tensor)");
+      "attention(Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? stop_key, Tensor? seed, float dropout, "
+      "int num_clamped, int num_later) -> (Tensor, Tensor)");
   m.def(
-      "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? seed, "
-      "float dropout, int num_clamped) -> Tensor[]");
+      "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, "
+      "Tensor? stop_key, Tensor? seed, float dropout, int num_clamped, int num_later) -> Tensor[]");
   m.def("dropout(Tensor x, Tensor? seed, float p, bool relu, Tensor? kept) -> Tensor");
   m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
   m.def(
