@@ -376,7 +376,7 @@ def changed(how: str) -> nn.Module:
     attention = model.layers[-1].self_attn
     match how:
         case "forward":
-            attention.forward = attention.forward
+            attention.forward = partial(attention.forward)
         case "derived":
             attention.__class__ = Derived
         case "added":

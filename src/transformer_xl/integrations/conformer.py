@@ -104,6 +104,7 @@ def accelerate(model: _Model, *, implementation: str = "auto") -> _Model:
     for module in {type(module): module for module in found}.values():
         _compare(module, implementation)
     for module in found:
+        vars(module).pop("forward", None)
         module.__class__ = _accelerated(type(module))
     for module in [*found, *accelerated]:
         module.attention_kernel = implementation
@@ -120,6 +121,8 @@ def restore(model: _Model) -> _Model:
     if not accelerated:
         raise UserError(f"{type(model).__name__} was not accelerated, or is restored already")
     for module in accelerated:
+        if _is_own_forward(module):
+            vars(module).pop("forward", None)
         module.__class__ = module.original
         del module.attention_kernel
     return model
@@ -127,6 +130,12 @@ def restore(model: _Model) -> _Model:
 
 def _name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _is_own_forward(module: nn.Module) -> bool:
+    """Return whether forward is that of the class: some versions record outputs by replacing and setting it back."""
+    replaced = vars(module).get("forward")
+    return replaced is None or getattr(replaced, "__func__", None) is type(module).forward
 
 
 def _check(module: nn.Module) -> bool:
@@ -142,7 +151,7 @@ def _check(module: nn.Module) -> bool:
     parts, name = _CLASSES[known], type(module).__name__
     if known != bases[0]:
         raise UserError(f"{name} is derived from {known.rpartition('.')[2]}; give a model with the class itself")
-    if "forward" in vars(module):
+    if not _is_own_forward(module):
         raise UserError(
             f"the forward of a module {name} was replaced; call accelerate before what replaces it (device maps of "
             "transformers do), or undo that"
@@ -174,7 +183,7 @@ def _compare(module: Any, implementation: str) -> None:
     bias_NH = getattr(module, parts.content_bias)
     if bias_NH.is_meta:
         return
-    width, generator = getattr(module, "hidden_size", None) or module.config.hidden_size, torch.Generator()
+    width, generator = getattr(module, parts.position).in_features, torch.Generator()
     hidden_BTD, encoding_BPD = (torch.randn(1, size, width, generator=generator.manual_seed(size)) for size in (5, 9))
     training = {part: part.training for part in module.modules()}
     module.eval()
