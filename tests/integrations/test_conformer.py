@@ -22,7 +22,7 @@ from transformer_xl.integrations import conformer
 from transformer_xl.integrations.conformer import accelerate, restore
 from transformer_xl.ops import relative_attention
 
-KERNEL = "sdpa"
+KERNEL = "auto"
 FRAMES, LENGTHS = 23, (23, 17, 9)
 NAMES = ["parakeet", "nemotron", "wav2vec2-conformer", "wav2vec2-bert", "seamless-m4t", "fastspeech2"]
 # the attention of padding is computed, as convolutions or projections look at it

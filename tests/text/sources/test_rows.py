@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "blank.jsonl": (b"\n\n", "there is no text in .*blank.jsonl"),
     "cut.json": (b'[{"text":"a"},{"te', "cut.json: row 2: not JSON"),
     "lists.txt": (b'["a", 1]\n["b", 2]\n', "lists.txt: line 1: expected a JSON object, .*input_format=text"),
+    "digits.json": (b'[{"text":"a","n":' + b"1" * 5000 + b"}]", "digits.json: row 1: not readable .*digits"),
     "commas.json": (b'[{"text":"a"},{"text":"b"},,]', "commas.json: row 3: not JSON"),
     "no-comma.json": (b'[{"text":"a"} {"text":"b"}]', "no-comma.json: row 2: not JSON .no comma before it"),
     "prose.txt": (b'{"a": 1}\nand a text\n', "prose.txt: line 2: expected a JSON object.*input_format=text"),

@@ -357,7 +357,9 @@ def _json_values(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict
                 row, end = json.JSONDecoder().raw_decode(text, position)
             except RecursionError:
                 raise UserError(f"{place}: nested too deeply; {_AS_TEXT}") from None
-            except json.JSONDecodeError as error:
+            except ValueError as error:
+                if not isinstance(error, json.JSONDecodeError):  # a number of thousands of digits
+                    raise UserError(f"{place}: not readable ({error}); correct it; {_AS_TEXT}") from None
                 # as much again as there is, so that a long row is not read in many small steps
                 more = b"".join(islice(chunks, 1 + (len(text) - position) // 2**20)).decode()
                 is_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
