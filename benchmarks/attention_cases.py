@@ -245,21 +245,6 @@ def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
     return (time.perf_counter() - began) / calls
 
 
-def alternating_medians(
-    works: dict[str, Callable[[], object]], device: str, *, seconds: float = 0.3, rounds: int = 5
-) -> dict[str, float]:
-    """Return the median time of one call of each, measured in turns; the rounds of each take about `seconds`."""
-    calls = {}
-    for name, work in works.items():
-        work()
-        calls[name] = max(1, round(seconds / rounds / max(_seconds(work, device, 1), 1e-7)))
-    found: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            found[name].append(_seconds(work, device, calls[name]))
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
 def peak_beyond(work: Callable[[], object], device: str) -> int:
     """Return the peak memory of a call beyond what was in use before, in bytes; on a CPU, that of the process."""
     cuda = device.startswith("cuda")

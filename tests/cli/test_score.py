@@ -121,6 +121,12 @@ def test_text_whose_lines_end_in_cr_is_noted(folder: Path, tmp_path: Path) -> No
     assert "mac.txt: its lines end in CR alone" in txl("score", folder / "run", tmp_path / "mac.txt").warnings
 
 
+def test_text_that_looks_like_a_table_is_noted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("item,text\n1,the cat\n2,a dog\n3,it ran\n")
+    noted = "a.txt looks like CSV, and is read as it is; --per word --input-format csv reads its rows"
+    assert noted in txl("score", folder / "run", tmp_path / "a.txt").err
+
+
 def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(SPECIAL)))
     piped = json_lines(txl("score", folder / "run", "-", "--per", "file", "--json"))

@@ -303,6 +303,7 @@ GOOD = {
         ({}, {"key_lengths": [5, 5], "lengths": [5, 5]}, "lengths and key_lengths: give one"),
         ({}, {"mask": torch.ones(2, 7, 5, dtype=torch.bool)}, r"mask is torch.bool \(2, 7, 5\).* \(2, 3, 5, 7\)"),
         ({}, {"mask": torch.zeros(5, 7)}, "mask is torch.float32"),
+        ({}, {"mask": [[True]]}, "mask is a list; give a bool tensor"),
         ({}, {"window": (-1, 2)}, "-1 keys before a query would leave it nothing"),
         ({}, {"window": (2, -1)}, "-1 keys after a query would leave it nothing"),
         ({}, {"chunk_size": 0}, "chunk_size=0: must be 1 or more"),

@@ -301,7 +301,9 @@ _SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _once(tensor: Tensor, sizes: tuple[int, ...], find: Callable[[], _Found]) -> _Found:
-    state = (None if tensor.is_inference() else tensor._version, sizes)
+    if tensor.is_inference():  # does not record whether it was changed
+        return find()
+    state = (tensor._version, sizes)
     seen = _SEEN.get(tensor)
     if seen is None or seen[0] != state:
         seen = _SEEN[tensor] = (state, find())

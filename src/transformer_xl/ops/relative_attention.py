@@ -218,14 +218,16 @@ def _added_scores(
         added = torch.where(is_same_BTS[:, None], same_BNT[..., None], other_BNT[..., None])
     if mask is not None:
         shape = (batch_size, num_heads, num_queries, num_keys)
+        is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
         try:
-            allowed = mask.expand(shape) if mask.dtype == torch.bool else None
+            fits = is_bool and torch.broadcast_shapes(mask.shape, shape) == shape
         except RuntimeError:
-            allowed = None
-        if allowed is None:
+            fits = False
+        if not fits:
+            what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
             raise UserError(
-                f"mask is {mask.dtype} {tuple(mask.shape)}; give a bool tensor, true where a query may attend, that "
-                f"expands to (B, N, T, S) = {shape}, such as (B, 1, T, S)"
+                f"mask is {what}; give a bool tensor, true where a query may attend, that expands to (B, N, T, S) = "
+                f"{shape}, such as (B, 1, T, S)"
             )
         num_distances, device = len(inputs.position_key_PNH), inputs.q_BTNH.device
         allowed = mask & ranges.attended(num_queries, num_keys, num_distances, device)[:, None]

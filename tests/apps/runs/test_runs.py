@@ -103,6 +103,14 @@ def test_damaged_weights_and_earlier_versions_are_listed(made: Path, tmp_path: P
     assert rows["resumable"]["commit"] is None
 
 
+def test_run_that_saved_nothing_yet_is_listed_and_settings_of_others_are_not(made: Path, tmp_path: Path) -> None:
+    for name, content in {"new": (made / "runs" / "a" / "config.yaml").read_text(), "other": "port: 1\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(content)
+    (row,) = list_runs(tmp_path)
+    assert (Path(row["run"]).name, row["step"], row["finished"]) == ("new", 0, False)
+
+
 def test_tokens_count_changes_of_the_batch_size(made: Path) -> None:
     record = RunRecord.read(made / "runs" / "a")
     change = {"step": 12, "before": {"batch_size": 5}, "after": {"batch_size": 3}}
