@@ -33,6 +33,7 @@ COMMANDS = {
     "classify": "Predict the labels of documents with a classifier of 'txl finetune --task classification'.",
     "watch": "Read a text as it is written, and print the lines that surprise a run.",
     "generate": "Generate text with a trained model.",
+    "infill": "Fill the blanks of a text, given what is on both sides of them, with an XLNet.",
     "serve": "Serve runs over HTTP: OpenAI's API, and sessions whose memory stays on the server.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
     "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",

@@ -45,6 +45,7 @@ def score(
     /,
     *files: Annotated[Path, Parameter(allow_leading_hyphen=True)],
     per: Literal["token", "word", "line", "file"] = "line",
+    both_sides: Annotated[bool, Parameter(negative=())] = False,
     settings: Annotated[ScoreFlags | None, Parameter(name="*")] = None,
     word_options: WordFlags = NO_WORD_OPTIONS,
     checkpoint: Literal["best", "last"] = "best",
@@ -66,6 +67,9 @@ def score(
     per
         Unit of one line of output. Token scores add up to line scores, and line scores to file scores; by word, the
         output is a table of surprisals.
+    both_sides
+        Predict each token (with --per word, each word) from the text before and after it; for a run of architecture
+        xlnet.
     settings
         How the texts are scored.
     word_options
@@ -74,6 +78,8 @@ def score(
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     paths, config = _paths_by_name(files), check_flags(EvaluationConfig, settings)
+    if both_sides:
+        config = config.model_copy(update={"method": "both-sides"})
     _check_word_options(word_options, per, json=json)
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text

@@ -6,6 +6,7 @@ Settings come from three places, later ones taking precedence: the defaults here
 """
 
 from transformer_xl.config.evaluation_config import (
+    WITH_PLAIN_WEIGHTS as WITH_PLAIN_WEIGHTS,
     WITHOUT_MEMORY as WITHOUT_MEMORY,
     DynamicConfig as DynamicConfig,
     EvaluationConfig as EvaluationConfig,

@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 
 from transformer_xl.config.settings import INT32_MAX, Settings
 
-EvaluationMethod = Literal["memory", "sliding-window", "dynamic"]
+EvaluationMethod = Literal["memory", "sliding-window", "dynamic", "both-sides"]
 WITHOUT_MEMORY = frozenset[EvaluationMethod]({"sliding-window"})
 """The methods whose memory length is 0 unless one is given, which they refuse."""
-"""How a text is read; described at `EvaluationConfig.method`."""
+WITH_PLAIN_WEIGHTS = frozenset[EvaluationMethod]({"dynamic", "both-sides"})
+"""The methods that read with the model itself, not with one that is prepared for inference."""
 
 
 class DynamicConfig(Settings):
@@ -49,7 +50,8 @@ class EvaluationConfig(Settings):
     method: EvaluationMethod = "memory"
     """memory: segments with memory, as in the paper. sliding-window: each token is predicted from exactly the previous
     attention_window tokens, without memory, as by the paper's vanilla model. dynamic: like memory, with a gradient step
-    on each segment after it is scored."""
+    on each segment after it is scored. both-sides (architecture xlnet): each token, or with surprisal each word, is
+    hidden in turn and predicted from the text before and after it."""
     segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
     window, the context."""
@@ -77,5 +79,8 @@ class EvaluationConfig(Settings):
     """Logits are divided by this before the softmax; above 1, probabilities are less confident."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it."""
+    orders: int = Field(default=1, ge=1, le=INT32_MAX)
+    """Method both-sides: number of random orders in which the tokens of a word are predicted, whose losses are averaged;
+    1: from left to right."""
     dynamic: DynamicConfig = DynamicConfig()
     """Settings that only method dynamic uses."""

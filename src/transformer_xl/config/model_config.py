@@ -205,7 +205,9 @@ class BaseModelConfig(_Architecture):
         """Width of the inner activations of a layer."""
         return getattr(self, "d_ff", self.d_model)
 
-    def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
+    def limit(
+        self, name: Literal["attention_window", "clamp_length", "max_position_embeddings", "perm_size"]
+    ) -> int | None:
         """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
         return getattr(self, name, None)
 

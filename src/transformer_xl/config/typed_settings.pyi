@@ -98,7 +98,7 @@ class DynamicSettings(TypedDict, total=False):
     gradient_stats_tokens: int
 
 class EvaluationSettings(TypedDict, total=False):
-    method: Literal["memory", "sliding-window", "dynamic"]
+    method: Literal["memory", "sliding-window", "dynamic", "both-sides"]
     segment_length: int | None
     memory_length: int | None
     extended_context_length: int | None
@@ -109,6 +109,7 @@ class EvaluationSettings(TypedDict, total=False):
     reset_memory: bool
     softmax_temperature: float
     dtype: Literal["auto", "float32", "bfloat16"]
+    orders: int
     dynamic: DynamicSettings | DynamicConfig
 
 class PrepareSettings(TypedDict, total=False):

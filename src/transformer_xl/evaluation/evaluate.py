@@ -1,7 +1,7 @@
 """Evaluation of a run on a split of a corpus: metrics of the whole split, and optionally the loss of every token.
 
-`evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`with_memory.py`, `sliding_window.py` or
-`dynamic.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py` divides the
+`evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`with_memory.py`, `sliding_window.py`,
+`dynamic.py` or `both_sides.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py` divides the
 sum by the number of tokens, bytes or words.
 
 Shape suffixes: B batch size, T new tokens of a step, K tokens of the text.
@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from typing_extensions import Unpack, override
 
-from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
+from transformer_xl.config import WITH_PLAIN_WEIGHTS, EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.display import Displayed
-from transformer_xl.evaluation import dynamic, sliding_window
+from transformer_xl.evaluation import both_sides, dynamic, sliding_window
 from transformer_xl.evaluation import with_memory as memory
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText, check_progress
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MAX_STEPS_ON_DEVICE = 512
 _MAX_LOSSES_ON_DEVICE = 2**20
 
-_METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic}
+_METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic, "both-sides": both_sides}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -226,7 +226,7 @@ def stream_losses(
     Raises:
         UserError: the method does not support a setting of the plan, or weights are not finite.
     """
-    if isinstance(model, LanguageModel) and plan.method != "dynamic":
+    if isinstance(model, LanguageModel) and plan.method not in WITH_PLAIN_WEIGHTS:
         model = prepare_inference(model, plan.dtype)
     weights = model if isinstance(model, LanguageModel) else model.model
     check_weights(weights)

@@ -2,7 +2,7 @@
 yield.
 
 A method is a generator function `losses(model, text, plan)` in a file of its own (`with_memory.py`,
-`sliding_window.py`, `dynamic.py`). It reads the text with the model and yields the loss of every token once, step by
+`sliding_window.py`, `dynamic.py`, `both_sides.py`). It reads the text with the model and yields the loss of every token once, step by
 step. `evaluate.py` calls the method that the plan names.
 
 Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import (
+    WITH_PLAIN_WEIGHTS,
     WITHOUT_MEMORY,
     DynamicConfig,
     EvaluationConfig,
@@ -74,6 +76,10 @@ class EvaluationPlan:
     """Data type of matrix products; auto: bfloat16 where the hardware supports it, else float32."""
     method: EvaluationMethod = "memory"
     """How the text is read, which `_METHODS` in `evaluate.py` has a module for."""
+    orders: int = 1
+    """O: number of orders in which method both-sides predicts the tokens of a span."""
+    keep_orders: bool = False
+    """Whether that method yields the losses of each order, in a last dimension, in place of their mean."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
     extended_context_length: int = 0
@@ -124,7 +130,16 @@ class EvaluationPlan:
             """Return a limit; an explicit None in `config` removes it, a None in the run means the model's limit."""
             return getattr(merged, name) or (None if name in overrides.model_fields_set else run.model.limit(name))
 
-        segment_length = merged.segment_length or run.train.segment_length
+        segment_length, block = merged.segment_length or run.train.segment_length, run.model.limit("perm_size")
+        if merged.method == "both-sides":
+            if block is None:
+                raise UserError(
+                    f"method both-sides needs a model that reads to both sides, and this is {run.model.architecture}; "
+                    "give a run of architecture xlnet, or another method"
+                )
+            segment_length = merged.segment_length or max(1, block // 2)
+        elif merged.orders > 1:
+            raise UserError(f"orders={merged.orders} is for method both-sides; leave it out")
         window, clamp = limit("attention_window"), limit("clamp_length")
         memory_length, reason = run.train.memory_length, "as trained"
         if merged.memory_length is not None:
@@ -161,6 +176,7 @@ class EvaluationPlan:
             dtype=merged.dtype,
             method=merged.method,
             dynamic=merged.dynamic,
+            orders=merged.orders,
         )
 
     @staticmethod
@@ -171,8 +187,8 @@ class EvaluationPlan:
         return replace(plan, dtype=dtype)
 
     def model_of(self, run: Run) -> TokenModel:
-        """Return the model of a run that reads: prepared for inference, unless method dynamic changes its weights."""
-        return run.model if self.method == "dynamic" else run.inference(self.dtype)
+        """Return the model of a run that reads: prepared for inference, but for some methods."""
+        return run.model if self.method in WITH_PLAIN_WEIGHTS else run.inference(self.dtype)
 
     @property
     def num_inputs(self) -> int:
@@ -211,6 +227,8 @@ class EvaluationPlan:
         if self.method == "dynamic":
             unused = None if self.needs_train_split else {"epsilon", "gradient_stats_tokens"}
             method_settings = {**self.dynamic.model_dump(exclude=unused), "learning_rate": self.learning_rate}
+        elif self.method == "both-sides":
+            method_settings = {"orders": self.orders}
         names = ("memory_length_reason", "extended_context_length", "softmax_temperature")
         names += ("batch_size", "warmup_tokens", "reset_memory", "dtype")
         return {
@@ -246,6 +264,15 @@ class TokenizedText:
     """Input at the first position of the text (or of each document)."""
     document_starts_N: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Positions where documents start, in ascending order; the first is 0."""
+    span_K: npt.NDArray[Any] | None = None
+    """Index of the span of each token, in ascending order, for method both-sides; None: each token is one."""
+
+    def spans(self) -> list[range]:
+        """Return the positions of each span's tokens."""
+        if self.span_K is None:
+            return [range(place, place + 1) for place in range(len(self.tokens_K))]
+        inner = (np.flatnonzero(np.diff(self.span_K)) + 1).tolist()
+        return [range(start, stop) for start, stop in pairwise([0, *inner, len(self.tokens_K)])]
 
     def boundaries(self, *, reset_memory: bool) -> npt.NDArray[np.int64]:
         """Return the positions where memory starts empty, and the end of the text, in ascending order."""

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 Whitespace = Literal["leading", "trailing"]
 _COLUMNS = ("word_number", "word", "tokens", "num_unknown")
+_SPREAD = "_sd"
 ALONE = "surprisal_bits_alone"
 """The column of surprisals without what came before the item."""
 _MAX_LOGITS = 2**22  # computed at once: 16 MiB of float32
@@ -63,7 +64,8 @@ class SurprisalTable(list[dict[str, Any]]):
 
     Columns: the labels of the item; `word_number` from 1; `word` as the text has it, empty in the row of the item's
     end; `tokens` and `num_unknown`, the number of its tokens and how many of them are the unknown token;
-    `surprisal_bits_alone`, and `surprisal_bits_memory_M` for each memory length M.
+    `surprisal_bits_alone`, and `surprisal_bits_memory_M` for each memory length M. With method both-sides,
+    `surprisal_bits_both_sides_M`, and with several orders for each of them its standard deviation over these, `..._sd`.
     """
 
     label_columns: tuple[str, ...] = ()
@@ -77,7 +79,8 @@ class SurprisalTable(list[dict[str, Any]]):
     @property
     def surprisal_columns(self) -> list[str]:
         """Names of the columns of surprisals."""
-        return self.column_names[len(self.label_columns) + len(_COLUMNS) :]
+        columns = self.column_names[len(self.label_columns) + len(_COLUMNS) :]
+        return [name for name in columns if not name.endswith(_SPREAD)]
 
     def by_item(self) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
         """Yield the labels and the rows of each item."""
@@ -140,6 +143,8 @@ def surprisal(
     words = WordTokens.of_items(run.tokenizer, checked)
     check_token_ids(words.tokens_K, run.model.config.vocab_size)
     longest = max(plans.values(), key=lambda plan: plan.context_limits.memory_length)
+    if longest.method == "both-sides" and whitespace == "trailing":
+        raise UserError("method both-sides hides each word with the space before it; give whitespace leading")
     model, rows = longest.model_of(run), words.rows
     document_I = [item.document for item in checked]
     is_first_I = [index == 0 or document_I[index - 1] != document for index, document in enumerate(document_I)]
@@ -147,8 +152,12 @@ def surprisal(
     readings |= {f"surprisal_bits_{name}": (plan, words.start_I[is_first_I]) for name, plan in plans.items()}
     for name, (plan, starts_N) in readings.items():
         bits_R = words.surprisal_bits(model, plan, starts_N, whitespace=whitespace, progress=progress)
-        for row, bits in zip(rows, bits_R.tolist(), strict=True):
-            row[name] = bits
+        columns = {name: bits_R}
+        if plan.keep_orders:
+            columns = {name: bits_R.mean(-1), f"{name}{_SPREAD}": bits_R.std(-1, ddof=1)}
+        for column, values_R in columns.items():
+            for row, bits in zip(rows, values_R.tolist(), strict=True):
+                row[column] = bits
     # an end without tokens: of a tokenizer that has no newline, or that joins it to the last word
     table = SurprisalTable(row for row in rows if row["word"] or row["tokens"])
     table.label_columns = tuple(checked[0].labels)
@@ -187,6 +196,9 @@ def surprisal_plans(
             raise UserError("method dynamic learns from the text, so it has no surprisal alone; give method memory")
         if "reset_memory" not in given.model_fields_set:
             plan = replace(plan, reset_memory=True)
+        if plan.method == "both-sides":
+            plans[f"both_sides_{plan.context_limits.memory_length}"] = replace(plan, keep_orders=plan.orders > 1)
+            continue
         limits, is_window = plan.context_limits, plan.method == "sliding-window"
         plans[f"window_{limits.attention_window}" if is_window else f"memory_{limits.memory_length}"] = plan
     return plans
@@ -261,7 +273,7 @@ class WordTokens:
         whitespace: Whitespace = "leading",
         progress: ProgressCallback | None = None,
     ) -> npt.NDArray[np.float64]:
-        """Return the surprisal of each row in bits, (R,).
+        """Return the surprisal of each row in bits, (R,), or (R, O) if the plan keeps orders.
 
         Args:
             model: the model, prepared with the plan's dtype.
@@ -270,7 +282,11 @@ class WordTokens:
             whitespace: as for `surprisal`.
             progress: called with the number of tokens read since the last call.
         """
-        text = TokenizedText(self.tokens_K, self.tokenizer.bos_token_id, starts_N)
+        text = TokenizedText(self.tokens_K, self.tokenizer.bos_token_id, starts_N, self.row_K)
+        if plan.keep_orders:
+            nats_KO = losses_in_order(model, text, plan, progress, columns=(plan.orders,))
+            by_row = [np.bincount(self.row_K, nats_K, minlength=len(self.rows)) for nats_K in nats_KO.T]
+            return np.stack(by_row, -1) / math.log(2)
         word_end_K = np.zeros(len(self.tokens_K))
         if whitespace == "trailing" and isinstance(self.tokenizer, ByteLevelTokenizer):
             model = cast(TokenModel, _WithWordEnds(model, self.tokenizer.starts_with_whitespace_V))
