@@ -1,4 +1,4 @@
-"""Build the model that a configuration describes: Transformer-XL, or one of the paper's other systems."""
+"""Build the model that a configuration describes: Transformer-XL, XLNet, or one of the paper's other systems."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from transformer_xl.baselines.shaw import ShawTransformer
 from transformer_xl.config import BaseModelConfig, ModelConfig, check_type
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.xlnet.two_streams import XLNet
 
 _MODELS: dict[str, Callable[..., LanguageModel]] = {
     "transformer-xl": TransformerXL,
+    "xlnet": XLNet,
     "shaw": ShawTransformer,
     "vaswani": AbsoluteTransformer,
     "al-rfou": AbsoluteTransformer,

@@ -31,6 +31,7 @@ from transformer_xl.config.model_config import (
     TransformerConfig as TransformerConfig,
     TransformerXLConfig as TransformerXLConfig,
     VaswaniConfig as VaswaniConfig,
+    XLNetConfig as XLNetConfig,
 )
 from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
 from transformer_xl.config.run_config import (

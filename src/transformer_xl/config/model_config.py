@@ -196,6 +196,11 @@ class BaseModelConfig(_Architecture):
         return {name: need for name, need in needed.items() if need}
 
     @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings of tokens."""
+        return self.d_model**0.5
+
+    @property
     def block_width(self) -> int:
         """Width of the blocks of a layer's matrices: of a head, or of a gate of a recurrent network."""
         return getattr(self, "head_dim", self.d_model)
@@ -385,6 +390,67 @@ class TransformerXLConfig(RelativeConfig):
         return "tied" if self.tie_key_projections else "projected"
 
 
+class XLNetConfig(RelativeConfig):
+    """XLNet (Yang et al. 2019), which learns to predict the tokens of a block in random orders."""
+
+    architecture: Literal["xlnet"] = "xlnet"
+    norm_eps: float = Field(default=1e-12, gt=0, lt=1)
+    """Added to the variance in every LayerNorm."""
+    reuse_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Tokens at the start of a segment that memory keeps, and by which the next segment starts later; they do not see
+    the rest of the segment; none: half of train.segment_length."""
+    perm_size: int = Field(default=256, gt=0, le=INT32_MAX)
+    """Longest block of a segment that is predicted in an order of its own, in tokens; the tokens before and after
+    reuse_length are in different blocks."""
+    num_predict: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Number of tokens of a segment that are predicted; none: one in six."""
+    mask_alpha: int = Field(default=6, gt=0, le=INT32_MAX)
+    """A predicted span of n tokens is at a random place in a context of n * mask_alpha / mask_beta other tokens."""
+    mask_beta: int = Field(default=1, gt=0, le=INT32_MAX)
+    """Divisor of mask_alpha."""
+    max_gram: int = Field(default=5, gt=0, le=INT32_MAX)
+    """Longest predicted span, in tokens; a span of n tokens is drawn with a probability in proportion to 1 / n."""
+    functional_tokens: Annotated[tuple[int, ...], BeforeValidator(_integers)] = ()
+    """Ids of the tokens that end a part of a segment and the segment (SEP, CLS), which are not predicted; none: a
+    segment is plain text."""
+    bi_data: bool = False
+    """Read half of a batch's rows backward, with negated distances."""
+
+    @property
+    @override
+    def embedding_scale(self) -> float:
+        return 1.0
+
+    @property
+    @override
+    def n_bias_pairs(self) -> int:
+        return self.n_layers
+
+    @model_validator(mode="after")
+    def _check_xlnet(self) -> Self:
+        penalties = self.regularization.activation_penalty, self.regularization.temporal_activation_penalty
+        given = {
+            "norm_first true": self.norm_first,
+            f"attention_window {self.attention_window}": self.attention_window,
+            f"max_ngram {self.max_ngram}": self.max_ngram > 1,  # an n-gram would show what is to be predicted
+            "a penalty of activations": any(penalties),
+        }
+        if name := next((name for name, is_given in given.items() if is_given), None):
+            raise ValueError(f"{name} is not for xlnet; leave it out")
+        if self.max_gram > self.perm_size:
+            raise ValueError(
+                f"max_gram {self.max_gram:,} is longer than a block of perm_size {self.perm_size:,} tokens"
+            )
+        if len(self.functional_tokens) not in (0, 2) or not all(
+            0 <= index < self.vocab_size for index in self.functional_tokens
+        ):
+            raise ValueError(
+                f"functional_tokens {', '.join(map(str, self.functional_tokens))} must be two token ids below "
+                f"vocab_size {self.vocab_size:,}, those of SEP and CLS, or none"
+            )
+        return self
+
+
 class ShawConfig(RelativeConfig):
     """Transformer-XL's recurrence with learned relative positions (Shaw et al. 2018)."""
 
@@ -508,12 +574,13 @@ def _build(value: Any) -> Any:
 
 
 ModelConfig = Annotated[
-    TransformerXLConfig | ShawConfig | VaswaniConfig | AlRfouConfig | LSTMConfig | QRNNConfig, BeforeValidator(_build)
+    TransformerXLConfig | XLNetConfig | ShawConfig | VaswaniConfig | AlRfouConfig | LSTMConfig | QRNNConfig,
+    BeforeValidator(_build),
 ]
 """The settings of any model; the value of `architecture` (transformer-xl by default) selects the class."""
 
 ARCHITECTURES: Mapping[str, type[BaseModelConfig]] = {
     kind.model_fields["architecture"].default: kind
-    for kind in (TransformerXLConfig, ShawConfig, VaswaniConfig, AlRfouConfig, LSTMConfig, QRNNConfig)
+    for kind in (TransformerXLConfig, XLNetConfig, ShawConfig, VaswaniConfig, AlRfouConfig, LSTMConfig, QRNNConfig)
 }
 """The configuration class of each architecture, by the value of `architecture`."""

@@ -56,14 +56,24 @@ class Biases:
     """The paper's v."""
 
 
-def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
+def encode_distances(
+    num_distances: int, width: int, like: Tensor, *, num_later: int = 0, clamp: int | None = None
+) -> Tensor:
     """Return the sinusoidal encodings of the distances P - 1, ..., 1, 0, sines then cosines, shape (P, D).
 
     The result is on the device of `like`, in float32 or, if `like` has it, float64: bfloat16 cannot represent all
     integers above 256.
+
+    Args:
+        num_distances: P.
+        width: D.
+        like: a tensor of the device and dtype.
+        num_later: number of further distances, -1, -2, ...
+        clamp: distances above it are encoded as it, and those below -clamp as -clamp; None for no limit.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
+    distance_P = torch.arange(num_distances - 1, -1 - num_later, -1, dtype=dtype, device=like.device)
+    distance_P = distance_P if clamp is None else distance_P.clamp(-clamp, clamp)
     even_K = torch.arange(0, width, 2, dtype=dtype, device=like.device)
     # 10000 ** (-2 i / D), as in Vaswani et al. 2017
     frequency_K = torch.exp(even_K * (-math.log(10000.0) / width))
@@ -139,7 +149,12 @@ class RelativeAttention(nn.Module):
         q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
         if isinstance(cache, KeyValues):
             k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
-            r_PNH = cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
+            is_cached = not context.mask.num_later  # caches hold no position keys of later tokens
+            r_PNH = (
+                cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
+                if is_cached
+                else self.position_keys(context)
+            )
         else:
             assert isinstance(cache, HiddenCache)
             k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context.lengths_B)

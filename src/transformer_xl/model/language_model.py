@@ -352,7 +352,7 @@ class LanguageModel(ModelWithMemory):
         tokens_BT = None
         if tokens is not None:
             tokens_BT = to_device(as_token_ids(tokens, self.config.vocab_size, "tokens"), self.softmax.bias.device)
-            embedded_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+            embedded_BTD = self.embedding(tokens_BT) * self.config.embedding_scale
             if self.training and self.config.regularization.embedding_dropout:
                 embedded_BTD = drop_vocabulary(
                     embedded_BTD, tokens_BT, self.config.regularization.embedding_dropout, self.config.vocab_size

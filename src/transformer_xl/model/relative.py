@@ -6,7 +6,8 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,14 @@ class RelativeModel(ModelWithMemory):
     content_bias: nn.Parameter | None
     position_bias: nn.Parameter | None
     """Learned biases, which the layers share in turn, or None."""
+    num_ahead: ClassVar[int] = 0
+    """Number of further distances that are encoded: by so many tokens a query may stand after the last that it sees."""
     final_norm: nn.Module
     """LayerNorm after the last layer, or an identity."""
 
-    def make_layers(self, attention_class: type[RelativeAttention]) -> None:
+    def make_layers(
+        self, attention_class: type[RelativeAttention], layer_class: Callable[..., nn.Module] = Layer
+    ) -> None:
         """Create the biases and the layers of the settings; the caller draws their initial values.
 
         Raises:
@@ -52,7 +57,7 @@ class RelativeModel(ModelWithMemory):
         shape, has_biases = (config.n_bias_pairs, config.n_heads, config.head_dim), config.n_bias_pairs > 0
         self.content_bias = nn.Parameter(torch.empty(shape)) if has_biases else None
         self.position_bias = nn.Parameter(torch.empty(shape)) if has_biases else None
-        self.layers = nn.ModuleList(Layer(config, attention_class) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(layer_class(config, attention_class) for _ in range(config.n_layers))
         self.final_norm = make_final_norm(config)
 
     def init_biases(self) -> None:
@@ -116,6 +121,7 @@ class RelativeModel(ModelWithMemory):
         own = [] if clamp is None else [clamp + 1]  # distances that have a position key of their own
         own += [] if vectors is None else [vectors]
         num_encoded = min([num_attended, *own])
+        num_rows = num_encoded + self.num_ahead
         # None: all slots are attended; with attend_empty_memory also those not filled yet, as zeros (the authors' code)
         valid_B = None if memory.all_valid or config.attends_empty_slots else memory.valid_B
         if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
@@ -128,13 +134,13 @@ class RelativeModel(ModelWithMemory):
             first_key_BT = (key_T + 1 - visible_BT).clamp(min=0)
         encoding_PD = zero_PD = None  # None if the caches already hold the position keys
         if not isinstance(memory, KeyValueMemory):  # all layers share one dropout mask, as in the authors' code
-            encoding_PD = self.input_dropout(_encode(num_encoded, config.d_model, self.like), token_dim=0)
-        elif any(cache.position_keys.num_distances < num_encoded for cache in memory.layers):
-            encoding_PD = _encode(num_encoded, config.d_model, self.like)
+            encoding_PD = self.input_dropout(_encode(num_rows, config.d_model, self.like, clamp), token_dim=0)
+        elif any(cache.position_keys.num_distances < num_rows for cache in memory.layers):
+            encoding_PD = _encode(num_rows, config.d_model, self.like, clamp)
         if not config.n_bias_pairs and config.position_keys != "learned":  # biases are the query of distance 0
             zero_PD = _encode(1, config.d_model, self.like) if encoding_PD is None else encoding_PD
         return AttentionContext(
-            num_distances=num_encoded,
+            num_distances=num_rows,
             encoding_PD=encoding_PD,
             zero_distance_D=None if zero_PD is None else zero_PD[-1],
             mask=AttentionMask(valid_B, num_attended - num_encoded, first_key_BT),
@@ -144,5 +150,5 @@ class RelativeModel(ModelWithMemory):
         )
 
 
-def _encode(num_distances: int, width: int, like: Tensor) -> Tensor:
-    return encode_distances(num_distances, width, like).to(like.dtype)
+def _encode(num_distances: int, width: int, like: Tensor, clamp: int | None = None) -> Tensor:
+    return encode_distances(num_distances, width, like, clamp=clamp).to(like.dtype)

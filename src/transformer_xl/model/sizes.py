@@ -56,7 +56,7 @@ def _layer_parameters(config: BaseModelConfig) -> int:
         return count + (config.max_relative_positions or 0) * inner
     if isinstance(config, AlRfouConfig):
         return count + (config.max_position_embeddings or 0) * width
-    has_r_proj = isinstance(config, TransformerXLConfig) and not config.tie_key_projections
+    has_r_proj = isinstance(config, RelativeConfig) and config.position_keys == "projected"
     return count + width * inner if has_r_proj else count
 
 

@@ -193,7 +193,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         if has_attention:
             self._check_attention(reading)
         if inputs_embeds is not None:
-            reading.inputs_BTX = inputs * self.model.config.d_model**0.5  # the model's inputs are scaled
+            reading.inputs_BTX = inputs * self.model.config.embedding_scale  # the model's inputs are scaled
         return reading
 
     def output(self, kind: type[AnyOutput], reading: Reading, return_dict: bool | None, **results: Any) -> Any:
