@@ -94,9 +94,7 @@ ModelFlags = optional_flags("model", _model_fields(), default=_UNSET)
 TrainFlags = optional_flags("train", TrainConfig.model_fields, default=_UNSET)
 EvaluationFlags = optional_flags("evaluation", EvaluationConfig.model_fields, default=_UNSET)
 GenerationFlags = optional_flags("generation", GenerationConfig.model_fields)
-_OF_SAMPLING = (
-    *("greedy", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "memory_length", "dtype"),
-)
+_OF_SAMPLING = (*("greedy", "temperature", "top_k", "top_p", "min_p", "seed", "num_samples", "memory_length", "dtype"),)
 InfillFlags = optional_flags("infill", {name: GenerationConfig.model_fields[name] for name in _OF_SAMPLING})
 ScoreFlags = optional_flags(
     "score", EvaluationConfig.model_fields, "method", "dynamic", default=_UNSET, reset_memory=True

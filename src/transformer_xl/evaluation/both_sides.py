@@ -85,7 +85,7 @@ def _losses(
     for span in spans:  # one that is longer than the block sees nothing after it
         read = range(block.start, max(block.stop, span.stop))
         rows += [_Row(read, span, number, order) for number, order in enumerate(_orders(span, plan.orders))]
-    nats_OV = torch.empty(plan.orders, spans[-1].stop - first)
+    nats_OV = torch.empty(plan.orders, spans[-1].stop - first, dtype=torch.float64)
     for read, same in groupby(rows, key=lambda row: row.read):
         group, size = list(same), plan.batch_size or max(1, _TOKENS_PER_STEP // len(read))
         for part in (group[index : index + size] for index in range(0, len(group), size)):
@@ -95,7 +95,9 @@ def _losses(
                 begin = row.span.start - read.start
                 rank_BT[index, begin : begin + len(row.span)] = row.order
                 # those of a shorter span repeat its last token
-                targets_BQ[index] = torch.arange(begin, begin + targets_BQ.shape[1]).clamp(max=begin + len(row.span) - 1)
+                targets_BQ[index] = torch.arange(begin, begin + targets_BQ.shape[1]).clamp(
+                    max=begin + len(row.span) - 1
+                )
             ids_BT = _ids(text, read).expand(len(part), -1)
             streams = model.two_streams(
                 ids_BT,

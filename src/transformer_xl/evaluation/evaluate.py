@@ -1,8 +1,8 @@
 """Evaluation of a run on a split of a corpus: metrics of the whole split, and optionally the loss of every token.
 
 `evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`with_memory.py`, `sliding_window.py`,
-`dynamic.py` or `both_sides.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py` divides the
-sum by the number of tokens, bytes or words.
+`dynamic.py` or `both_sides.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py`
+divides the sum by the number of tokens, bytes or words.
 
 Shape suffixes: B batch size, T new tokens of a step, K tokens of the text.
 """
@@ -22,7 +22,14 @@ import numpy.typing as npt
 import torch
 from typing_extensions import Unpack, override
 
-from transformer_xl.config import WITH_PLAIN_WEIGHTS, EvaluationConfig, UserError, check_overrides, check_settings, check_type
+from transformer_xl.config import (
+    WITH_PLAIN_WEIGHTS,
+    EvaluationConfig,
+    UserError,
+    check_overrides,
+    check_settings,
+    check_type,
+)
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation import both_sides, dynamic, sliding_window
 from transformer_xl.evaluation import with_memory as memory

@@ -2,8 +2,8 @@
 yield.
 
 A method is a generator function `losses(model, text, plan)` in a file of its own (`with_memory.py`,
-`sliding_window.py`, `dynamic.py`, `both_sides.py`). It reads the text with the model and yields the loss of every token once, step by
-step. `evaluate.py` calls the method that the plan names.
+`sliding_window.py`, `dynamic.py`, `both_sides.py`). It reads the text with the model and yields the loss of every token
+once, step by step. `evaluate.py` calls the method that the plan names.
 
 Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
 """

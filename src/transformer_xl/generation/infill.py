@@ -101,7 +101,7 @@ def infill(
     parts = [_encode(tokenizer, part) for part in content.split(mark)]
     starts = list(accumulate(len(part) + num_tokens for part in parts[:-1]))
     blanks = [range(stop - num_tokens, stop) for stop in starts]
-    ids_K = [token for part in parts for token in [*part, *[0] * num_tokens]][: -num_tokens]
+    ids_K = [token for part in parts for token in [*part, *[0] * num_tokens]][:-num_tokens]
     ids_BK = torch.tensor([ids_K]).repeat(config.num_samples, 1)
     generators = [torch.Generator().manual_seed(config.seed + index) for index in range(config.num_samples)]
     logprob_B = torch.zeros(config.num_samples, dtype=torch.float64)
