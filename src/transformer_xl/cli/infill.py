@@ -18,7 +18,7 @@ def infill(
     /,
     *,
     text: str,
-    tokens: int = 8,
+    num_tokens: int = 8,
     blank: str = "___",
     settings: Annotated[InfillFlags | None, Parameter(name="*", negative=())] = None,
     checkpoint: Literal["best", "last"] = "best",
@@ -33,7 +33,7 @@ def infill(
         Folder of a run.
     text
         The text, with ___ where something is missing.
-    tokens
+    num_tokens
         Number of tokens in each blank.
     blank
         The mark of a blank.
@@ -45,7 +45,7 @@ def infill(
 
     loaded = load_and_say(run, device_options.choose(), checkpoint)
     say_unknown(loaded.tokenizer, text.split(blank))
-    found = fill(loaded, text, config, num_tokens=tokens, blank=blank)
+    found = fill(loaded, text, config, num_tokens=num_tokens, blank=blank)
     if json:
         print_json({"run": str(run), **loaded.weights_values, "texts": [one.details() for one in found]})
         return

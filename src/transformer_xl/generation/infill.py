@@ -46,6 +46,8 @@ class Infilling(Displayed):
     """The whole text."""
     filled: tuple[str, ...]
     """The text in each blank."""
+    token_ids: tuple[int, ...]
+    """The tokens of the whole text."""
     logprob: float
     """Natural log-probability of all that was filled in, under the model, before any processing of the logits."""
 
@@ -118,7 +120,10 @@ def infill(
     model.train(was_training)
     return [
         Infilling(
-            tokenizer.decode(ids_T), tuple(tokenizer.decode(ids_T[one.start : one.stop]) for one in blanks), logprob
+            text=tokenizer.decode(ids_T),
+            filled=tuple(tokenizer.decode(ids_T[one.start : one.stop]) for one in blanks),
+            token_ids=tuple(ids_T),
+            logprob=logprob,
         )
         for ids_T, logprob in zip(ids_BK.tolist(), logprob_B.tolist(), strict=True)
     ]

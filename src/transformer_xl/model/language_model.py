@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import replace
 from numbers import Integral
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,6 +155,10 @@ class LanguageModel(ModelWithMemory):
             lengths_B: `lengths` of `forward`.
             visible_BT: `visible` of `forward`; None where `limits_visible` is false.
         """
+
+    def for_documents(self) -> Any:
+        """Return what reads whole documents for features and classifiers: the model itself, or one of its contract."""
+        return self
 
     def training_losses(
         self, tokens: TokenIds, targets: TokenIds, memory: Memory, *, progress: float

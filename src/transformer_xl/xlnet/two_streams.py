@@ -22,7 +22,7 @@ width, L layers, N heads, H head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,8 @@ class Streams(NamedTuple):
     query_BQD: Tensor
     """Of the query stream, for the predicted tokens; `LanguageModel.nats` and `logits` take them."""
     memory: Memory
+    contents_BTD: list[Tensor]
+    """The inputs of all layers of the content stream, and the result of the last one, without dropout."""
 
 
 def visible_in_order(rank: Tensor) -> Tensor:
@@ -247,6 +249,10 @@ class XLNet(RelativeModel, LanguageModel):
         return not self.config.attends_empty_slots
 
     @override
+    def for_documents(self) -> BothSides:
+        return BothSides(self)
+
+    @override
     def run_layers(
         self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None = None, visible_BT: Tensor | None = None
     ) -> tuple[list[Tensor], Memory]:
@@ -263,6 +269,7 @@ class XLNet(RelativeModel, LanguageModel):
         visible: Tensor | None = None,
         targets: Tensor | None = None,
         segments: Tensor | None = None,
+        lengths: Tensor | None = None,
         bi_data: bool = False,
         num_kept: int | None = None,
     ) -> Streams:
@@ -275,6 +282,7 @@ class XLNet(RelativeModel, LanguageModel):
                 stream each token sees itself besides. None: each sees all others.
             targets: positions of the tokens to predict (B, Q), 0 to T - 1, or None for none.
             segments: segment of each token (B, T), integers, or None if all are in segment 0.
+            lengths: as for `forward`, or None if there is no padding.
             bi_data: whether rows 1, 3, ... are texts that were reversed: their distances are negated.
             num_kept: number of tokens, the first ones, that the next memory keeps; None for all. Not with a KV cache.
 
@@ -285,7 +293,7 @@ class XLNet(RelativeModel, LanguageModel):
             UserError: a shape or dtype is wrong, a position does not exist, bi_data with an odd number of rows, or as
                 by `forward`.
         """
-        x_BTD, memory = self.embed(tokens, memory)
+        x_BTD, memory = self.embed(tokens, memory, lengths_B=lengths)
         batch_size, num_new = x_BTD.shape[:2]
         num_kept, device = num_new if num_kept is None else num_kept, x_BTD.device
         visible_BTT = ~torch.eye(num_new, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
@@ -307,14 +315,24 @@ class XLNet(RelativeModel, LanguageModel):
         visible_BTT, targets_BQ, segments_BT = (to_device(x, device) for x in (visible_BTT, targets_BQ, segments_BT))
 
         num_slots, config = memory.length, self.config
-        slots_M = torch.arange(num_slots, device=device)
-        is_filled_BM = slots_M >= (num_slots - memory.valid_B)[:, None]
-        filled_BTM = (is_filled_BM | config.attends_empty_slots)[:, None].expand(-1, num_new, -1)
+        valid_B = torch.full_like(memory.valid_B, num_slots) if config.attends_empty_slots else memory.valid_B
+        num_padding_B1 = torch.zeros_like(valid_B)[:, None]
+        if lengths is not None:
+            lengths = to_device(lengths, device)
+            num_padding_B1 = num_new - lengths[:, None]
+        # padding, which is moved before the memory as by `padding_first`, and empty slots come first
+        is_read_BS = torch.arange(num_slots + num_new, device=device) >= num_slots + num_padding_B1 - valid_B[:, None]
+        is_shifted_BT = torch.arange(num_new, device=device) < num_padding_B1  # now places of memory
+
+        def with_memory(visible_BTT: Tensor) -> Tensor:
+            new_BTT = visible_BTT | is_shifted_BT[:, None]
+            return F.pad(new_BTT, (num_slots, 0), value=True)[:, None] & is_read_BS[:, None, None]
+
         itself_TT = torch.eye(num_new, dtype=torch.bool, device=device)
         both_sides = _BothSides(
             targets_BQ=targets_BQ,
-            content_mask_B1TS=torch.cat([filled_BTM, visible_BTT | itself_TT], dim=2)[:, None],
-            query_mask_B1TS=torch.cat([filled_BTM, visible_BTT], dim=2)[:, None],
+            content_mask_B1TS=with_memory(visible_BTT | itself_TT),
+            query_mask_B1TS=with_memory(visible_BTT),
             segments_BT=segments_BT,
             key_segments_BS=torch.cat([segments_BT.new_zeros(batch_size, num_slots), segments_BT], dim=1),
             bi_data=bi_data,
@@ -336,14 +354,14 @@ class XLNet(RelativeModel, LanguageModel):
             encoding_PD=self.input_dropout(encoding_PD.to(self.like.dtype), token_dim=0),
             zero_distance_D=None,
             mask=AttentionMask(None, num_later=num_new - 1),
-            lengths_B=None,
+            lengths_B=lengths,
             attend=choose(self.attn_implementation or "auto", device, x_BTD.dtype).attend,
             dropout=config.attention_dropout if self.training else 0.0,
         )
         query_BQD = self.mask_embedding.to(x_BTD.dtype).expand(*targets_BQ.shape, -1)
         contents_BTD, query_BQD, caches = self._run(x_BTD, query_BQD, memory, context, both_sides)
         streams = self.output_dropout(contents_BTD[-1]), self.output_dropout(query_BQD)
-        return Streams(*streams, memory.advance(caches, num_kept))
+        return Streams(*streams, memory.advance(caches, num_kept, lengths), contents_BTD)
 
     def _run(
         self,
@@ -366,6 +384,31 @@ class XLNet(RelativeModel, LanguageModel):
             contents_BTD.append(content_BTD)
             caches.append(cache)
         return contents_BTD, query_BQD, caches
+
+
+class BothSides:
+    """An XLNet whose tokens see their whole segment: for features of documents, and not to predict tokens."""
+
+    limits_visible = False
+    """As of a model: a step is one segment."""
+
+    def __init__(self, model: XLNet) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, tokens: TokenIds, memory: Memory, *, lengths: Tensor | None = None) -> tuple[Tensor, Memory]:
+        """Return the content stream (B, T, D) and the next memory; arguments as for `XLNet.forward`."""
+        streams = self._model.two_streams(tokens, memory, lengths=lengths)
+        return streams.content_BTD, streams.memory
+
+    def hidden_states(
+        self, tokens: TokenIds, memory: Memory, *, lengths: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
+        """Return the content stream at all layers, as `LanguageModel.hidden_states`, and the next memory."""
+        streams = self._model.two_streams(tokens, memory, lengths=lengths)
+        return streams.contents_BTD, streams.memory
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -9,15 +9,18 @@ Shape suffixes: N documents, B batch rows, T new tokens, D model width, K tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from transformer_xl.config import EvaluationConfig, UserError, check_type
+from transformer_xl.config import BaseModelConfig, EvaluationConfig, UserError, check_type
+from transformer_xl.device import autocast
 from transformer_xl.evaluation.evaluate import check_token_ids, override_config
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, check_progress
 from transformer_xl.evaluation.pooling import PooledStates, Pooling
@@ -71,13 +74,16 @@ def embed(
     check_run(run)
     check_progress(progress)
     config = override_config(config, overrides, "documents", "pooling", "layer", "progress")
-    plan = check_plan(EvaluationPlan.of_run(run, config))
-    model = cast(TokenModel, _OneLayer(plan.model_of(run), checked_layer(run, layer)))
-    return read_pooled(model, encode_documents(run, documents), check_pooling(pooling), plan, progress)
+    plan, reader = check_plan(EvaluationPlan.of_run(run, config), run.config.model), run.model.for_documents()
+    if reader is run.model:
+        reader = plan.model_of(run)
+    model, tokens = cast(TokenModel, _OneLayer(reader, checked_layer(run, layer))), encode_documents(run, documents)
+    with torch.no_grad(), autocast(run.model.device, plan.dtype):
+        return read_pooled(model, tokens, check_pooling(pooling), plan, progress)
 
 
-def check_plan(plan: EvaluationPlan) -> EvaluationPlan:
-    """Return the settings that documents are read with.
+def check_plan(plan: EvaluationPlan, model: BaseModelConfig) -> EvaluationPlan:
+    """Return the settings that documents are read with; a model that reads to both sides has segments of its blocks.
 
     Raises:
         UserError: they are of a method without memory, or have an extended context.
@@ -85,7 +91,7 @@ def check_plan(plan: EvaluationPlan) -> EvaluationPlan:
     plan.refuse_extended_context("the reading of documents")
     if plan.method != "memory":
         raise UserError(f"documents are read with memory, and the method is {plan.method}; give method memory")
-    return plan
+    return replace(plan, segment_length=min(plan.segment_length, model.limit("perm_size") or plan.segment_length))
 
 
 def check_pooling(pooling: Pooling) -> Pooling:

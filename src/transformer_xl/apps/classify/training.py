@@ -293,6 +293,8 @@ class DocumentStepper(Stepper):
     """What is trained on; to be set after the Stepper is made."""
     record: ClassifierRecord
     """The pooling and the number of segments with a loss; to be set too."""
+    segment_length: int
+    """Tokens of a document that are read at once; to be set too."""
 
     @override
     def initial_memories(self) -> tuple[Memory, ...]:
@@ -316,14 +318,16 @@ class DocumentStepper(Stepper):
 
     def backward(self, examples: Examples) -> Tensor:
         """Add the gradients of some documents of a step, which are read at once; return their part of its mean loss."""
-        length, tokens = self.config.segment_length, [document.tolist() for document in examples.documents]
+        length, tokens = self.segment_length, [document.tolist() for document in examples.documents]
         segments_B = torch.tensor([-(-len(ids) // length) for ids in tokens])
         losses_B = segments_B.clamp(max=self.record.loss_segments)  # number of losses of each document
         starts, device = ((segments_B - losses_B) * length).tolist(), self.device
         part_B, labels_B = 1 / (losses_B * self.config.batch_size), torch.tensor(examples.labels, device=device)
         states, nats = PooledStates(self.record.pooling), torch.zeros((), device=device)
         limits, longest = self.model.context_limits, max(map(len, tokens))
-        reader = Reader.begin(self.model, len(tokens), limits, segment_length=length, max_tokens=longest)
+        reader = Reader.begin(
+            self.model.for_documents(), len(tokens), limits, segment_length=length, max_tokens=longest
+        )
         # autocast keeps converted weights until it ends, and those of this part have no gradient
         with torch.no_grad(), autocast(device, self.config.dtype):
             for hidden_BTD, lengths in reader.read([ids[:start] for ids, start in zip(tokens, starts, strict=True)]):
@@ -363,7 +367,7 @@ class ClassifierTrainer:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("a classifier is trained by one process; start it without torchrun")
         self.folder, self.record = folder, record
-        self.plan = embedding.check_plan(EvaluationPlan.resolve(folder.config))
+        self.plan = embedding.check_plan(EvaluationPlan.resolve(folder.config), folder.config.model)
         examples, self.valid = (Examples.of_tensors(documents, name) for name in ("train", "valid"))
         self.model = build_checked(folder.config, draw=False)
         # in the model, so that it is trained and saved as all other weights are
@@ -374,6 +378,8 @@ class ClassifierTrainer:
         text = cast(TokenDataset, SimpleNamespace(local_batch_size=train.batch_size, segments_in=_one))
         self.stepper = DocumentStepper(self.model.to(device), text, train, device, finetune=finetune)
         self.stepper.examples, self.stepper.record = examples, record
+        block = folder.config.model.limit("perm_size") or train.segment_length
+        self.stepper.segment_length = min(train.segment_length, block)
         # beside the run's own checkpoints, whose weights would be taken for better ones of a language model
         self._checkpoints = replace(folder, path=folder.path / "training")
         self._nats, self._saved_step, self._stop_requested = 0.0, -1, False
@@ -432,7 +438,8 @@ class ClassifierTrainer:
         step, before = self.stepper.num_steps, self.record.validations
         self.model.eval()
         with autocast(self.stepper.device, self.plan.dtype):
-            vectors_ND = embedding.read_pooled(self.model, self.valid.documents, self.record.pooling, self.plan)
+            reader = self.model.for_documents()
+            vectors_ND = embedding.read_pooled(reader, self.valid.documents, self.record.pooling, self.plan)
         self.model.train()
         scores_NC = torch.from_numpy(vectors_ND) @ self.model.get_parameter(HEAD).cpu().T
         loss = _finite(float(F.cross_entropy(scores_NC, torch.tensor(self.valid.labels))), step)

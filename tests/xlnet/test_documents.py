@@ -1,0 +1,95 @@
+"""Features, classifiers and blanks of an XLNet, which reads documents to both sides.
+
+Shape suffixes: N documents, D model width, T tokens, K tokens of a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import make_run
+
+from transformer_xl.apps.classify.classifier import classify, load_classifier
+from transformer_xl.apps.classify.embedding import embed
+from transformer_xl.apps.classify.training import finetune_classifier
+from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.evaluation.evaluate import losses_in_order
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.generation.infill import infill
+from transformer_xl.model.memory import ContextLimits
+from transformer_xl.run import Run
+from transformer_xl.xlnet.two_streams import XLNet
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "xlnet", architecture="xlnet", perm_size=16, max_gram=3)
+
+
+@torch.no_grad()
+def test_features_of_documents_of_other_lengths_read_at_once(run: Run) -> None:
+    documents = ["Short.", "A somewhat longer document, of four segments."]
+    assert isinstance(run.model, XLNet)
+    for pooling in ("last", "mean"):
+        vectors_ND = embed(run, documents, pooling=pooling, memory_length=20, segment_length=12)
+        for document, vector_D in zip(documents, vectors_ND, strict=True):
+            ids, memory, states = list(document.encode()), run.model.initial_memory(1, ContextLimits(20)), []
+            for start in range(0, len(ids), 12):
+                streams = run.model.two_streams([ids[start : start + 12]], memory)
+                memory = streams.memory
+                states.append(streams.content_BTD[0])
+            states_TD = torch.cat(states)
+            wanted_D = states_TD[-1] if pooling == "last" else states_TD.mean(0)
+            np.testing.assert_allclose(vector_D, wanted_D, atol=1e-5)
+    first_ND, last_ND = (embed(run, documents, layer=layer) for layer in (0, None))
+    np.testing.assert_allclose(last_ND, embed(run, documents), atol=1e-6)
+    assert np.abs(first_ND - last_ND).max() > 1e-2
+
+
+def test_a_classifier_learns_what_stands_before_and_after(run: Run, tmp_path: Path) -> None:
+    documents = [f"{'abcd'[i % 4] * 9}{'xy'[i % 2]}{'efgh'[i % 3] * (i % 13)}" for i in range(48)]
+    labels = ["odd" if i % 2 else "even" for i in range(48)]
+    settings = {"max_steps": 40, "eval_interval": 20, "learning_rate": 1e-2, "warmup_steps": 0}
+    path = tmp_path / "classifier"
+    finetune_classifier(run, documents, labels, path, pooling="mean", train=settings, progress=False)
+    assert classify(load_classifier(path), documents, labels).accuracy > 0.9
+
+
+def test_blanks_are_filled_from_both_sides(run: Run) -> None:
+    text = "What is before the first blank: ___, and after it; then ___."
+    found = infill(run, text, num_tokens=3, num_samples=2, memory_length=8)
+    assert found == infill(run, text, num_tokens=3, num_samples=2, memory_length=8)
+    (alone,) = infill(run, text, num_tokens=3, memory_length=8)  # the first sample, in a batch of its own
+    assert alone.filled == found[0].filled
+    assert alone.logprob == pytest.approx(found[0].logprob, abs=1e-4)
+    assert found[0].filled != found[1].filled
+    assert found[0].text.startswith("What is before the first blank: ")
+    (before,) = infill(run, text, num_tokens=3, greedy=True)
+    (after,) = infill(run, text.replace("and after", "AND AFTER"), num_tokens=3, greedy=True)
+    assert before.logprob != pytest.approx(after.logprob, abs=1e-6)  # what stands after a blank counts
+
+
+def test_the_probability_of_what_is_filled_in_is_its_score(run: Run) -> None:
+    (found,) = infill(run, "before___after", num_tokens=4)  # a text of one block
+    span_K = np.array([*range(6), *[6] * 4, *range(7, 12)])
+    plan = EvaluationPlan.of_run(run, EvaluationConfig(method="both-sides", segment_length=16))
+    text = TokenizedText(np.array(found.token_ids), 0, span_K=span_K)
+    nats_K = losses_in_order(plan.model_of(run), text, plan)
+    assert nats_K[6:10].sum() == pytest.approx(-found.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens", "message"),
+    [("no blank", 2, "has no blank"), ("a ___ b", 17, "must be 1 to 16"), ("a ___ b", 0, "must be 1 to 16")],
+)
+def test_what_cannot_be_filled_is_refused(run: Run, text: str, num_tokens: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        infill(run, text, num_tokens=num_tokens)
+
+
+def test_a_model_that_reads_to_the_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a model that reads to both sides, and this is transformer-xl"):
+        infill(make_run(tmp_path / "run"), "a ___ b")
