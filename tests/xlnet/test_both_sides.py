@@ -20,7 +20,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.xlnet.two_streams import XLNet
 
-VOCAB_SIZE, BLOCK = 4, 8
+VOCAB_SIZE, BLOCK = 3, 8
 
 
 def xlnet() -> XLNet:
