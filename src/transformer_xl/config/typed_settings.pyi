@@ -15,7 +15,7 @@ class RegularizationSettings(TypedDict, total=False):
     temporal_activation_penalty: float
 
 class ModelSettings(TypedDict, total=False):
-    architecture: Literal["transformer-xl", "shaw", "vaswani", "al-rfou", "lstm", "qrnn"]
+    architecture: Literal["transformer-xl", "xlnet", "shaw", "vaswani", "al-rfou", "lstm", "qrnn"]
     vocab_size: int
     n_layers: int
     d_model: int
@@ -45,6 +45,14 @@ class ModelSettings(TypedDict, total=False):
     learned_attention_biases: bool
     tie_attention_biases: bool
     tie_key_projections: bool
+    reuse_length: int | None
+    perm_size: int
+    num_predict: int | None
+    mask_alpha: int
+    mask_beta: int
+    max_gram: int
+    functional_tokens: Sequence[int] | Literal["auto"]
+    bi_data: bool
     max_relative_positions: int | None
     intermediate_layer_losses: bool
     num_targets: int
