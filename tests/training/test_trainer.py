@@ -44,7 +44,7 @@ def test_metrics_are_means_over_the_tokens_of_an_interval(tmp_path: Path) -> Non
     every_step, every_fifth = (start(tmp_path / f"{steps}", corpus, log_interval=steps) for steps in (1, 5))
     every_step.run()
     every_fifth.run()
-    dataset = training_dataset(corpus, every_step.config)
+    dataset = training_dataset(corpus, every_step.folder.config)
     counts = [dataset.read(DatasetPosition(segment_index=step % 7)).loss_mask_BT.sum() for step in range(17)]
     assert counts[:7] == [21] * 6 + [1]
     nats = nats_of(every_step)

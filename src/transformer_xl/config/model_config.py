@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError, nearest, whole_number
+from transformer_xl.config.train_config import TrainConfig
 
 
 def _integers(value: Any) -> Any:
@@ -91,6 +92,11 @@ class _Architecture(Settings):
         return self.__dict__.get("attn_implementation")
 
     @property
+    def reads_backward(self) -> bool:
+        """Whether training reads every second row of a batch backward (the setting bi_data)."""
+        return self.__dict__.get("bi_data", False)
+
+    @property
     def max_vectors(self) -> int | None:
         """Number of learned vectors of distances, which limits how many have a position key of their own, or None."""
         return self.__dict__.get("max_relative_positions")
@@ -101,6 +107,8 @@ class BaseModelConfig(_Architecture):
 
     has_memory: ClassVar[bool] = True
     """Whether the model passes information from one segment to the next."""
+    has_orders: ClassVar[bool] = False
+    """Whether training predicts some tokens of each segment, in random orders."""
     is_recurrent: ClassVar[bool] = False
     """Whether it passes a state of fixed size, which depends on all earlier tokens."""
 
@@ -194,6 +202,21 @@ class BaseModelConfig(_Architecture):
             "d_ngram": "" if self.max_ngram > 1 else "max_ngram 2 or more",
         }
         return {name: need for name, need in needed.items() if need}
+
+    def resolved(self, segment_length: int) -> Self:
+        """Return the settings with the defaults that depend on the length of training segments filled in."""
+        return self
+
+    def check_training(self, train: TrainConfig) -> None:
+        """Check that this architecture can be trained with these settings.
+
+        Raises:
+            ValueError: it cannot; the message says what to change.
+        """
+
+    def text_per_step(self, train: TrainConfig) -> int:
+        """Return the number of tokens by which a step of training moves on in the text."""
+        return train.batch_size * train.segment_length
 
     @property
     def embedding_scale(self) -> float:
@@ -393,6 +416,8 @@ class TransformerXLConfig(RelativeConfig):
 class XLNetConfig(RelativeConfig):
     """XLNet (Yang et al. 2019), which learns to predict the tokens of a block in random orders."""
 
+    has_orders: ClassVar[bool] = True
+
     architecture: Literal["xlnet"] = "xlnet"
     norm_eps: float = Field(default=1e-12, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
@@ -410,9 +435,10 @@ class XLNetConfig(RelativeConfig):
     """Divisor of mask_alpha."""
     max_gram: int = Field(default=5, gt=0, le=INT32_MAX)
     """Longest predicted span, in tokens; a span of n tokens is drawn with a probability in proportion to 1 / n."""
-    functional_tokens: Annotated[tuple[int, ...], BeforeValidator(_integers)] = ()
-    """Ids of the tokens that end a part of a segment and the segment (SEP, CLS), which are not predicted; none: a
-    segment is plain text."""
+    functional_tokens: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_integers)] = "auto"
+    """Ids of the tokens that end a part of a segment, and the segment (SEP, CLS), and are not predicted: a segment is A
+    SEP B SEP CLS, with B the text after A or, half of the time, text from elsewhere; auto: those of the tokenizer, if
+    it has them; none: a segment is plain text."""
     bi_data: bool = False
     """Read half of a batch's rows backward, with negated distances."""
 
@@ -425,6 +451,53 @@ class XLNetConfig(RelativeConfig):
     @override
     def n_bias_pairs(self) -> int:
         return self.n_layers
+
+    @property
+    def functional_ids(self) -> tuple[int, ...]:
+        """Ids of SEP and CLS, or none."""
+        return () if self.functional_tokens == "auto" else self.functional_tokens
+
+    @override
+    def resolved(self, segment_length: int) -> Self:
+        reuse_length, num_predict = self.reuse_length or segment_length // 2, self.num_predict or segment_length // 6
+        return self.model_copy(update={"reuse_length": reuse_length, "num_predict": max(1, num_predict)})
+
+    def part_lengths(self, segment_length: int) -> tuple[int, int]:
+        """Return the numbers of text tokens in the two parts of a segment, before and after reuse_length."""
+        reuse_length = self.reuse_length or segment_length // 2
+        return reuse_length, segment_length - reuse_length - (3 if self.functional_ids else 0)
+
+    @override
+    def text_per_step(self, train: TrainConfig) -> int:
+        return train.batch_size // (2 if self.bi_data else 1) * self.part_lengths(train.segment_length)[0]
+
+    @override
+    def check_training(self, train: TrainConfig) -> None:
+        own = self.resolved(train.segment_length)
+        first, second = own.part_lengths(train.segment_length)
+        if first < 1 or second < (2 if self.functional_ids else 1):
+            raise ValueError(
+                f"model.reuse_length {first:,} is too near to train.segment_length {train.segment_length:,}; "
+                "half of it, or a longer segment"
+            )
+        most = min(2 * first, 2 * second + 1)
+        if (own.num_predict or 0) > most:
+            raise ValueError(
+                f"model.num_predict {own.num_predict:,} is more than the tokens of a segment's parts; give {most:,} at "
+                "most"
+            )
+        given = {
+            "train.shuffle_documents true": train.shuffle_documents,
+            "train.random_segment_lengths true": train.random_segment_lengths,
+            f"train.extended_context_length {train.extended_context_length:,}": train.extended_context_length,
+            "train.loss half": train.loss == "half",
+        }
+        if name := next((name for name, is_given in given.items() if is_given), None):
+            raise ValueError(f"{name} is not for {self.architecture}; leave it out")
+        if self.bi_data and (train.batch_size % 2 or (train.micro_batch_size or 0) % 2):
+            raise ValueError(
+                "model.bi_data reads half of a batch backward; give an even batch_size and micro_batch_size"
+            )
 
     @model_validator(mode="after")
     def _check_xlnet(self) -> Self:
@@ -441,11 +514,10 @@ class XLNetConfig(RelativeConfig):
             raise ValueError(
                 f"max_gram {self.max_gram:,} is longer than a block of perm_size {self.perm_size:,} tokens"
             )
-        if len(self.functional_tokens) not in (0, 2) or not all(
-            0 <= index < self.vocab_size for index in self.functional_tokens
-        ):
+        ids = self.functional_ids
+        if len(ids) not in (0, 2) or not all(0 <= index < self.vocab_size for index in ids):
             raise ValueError(
-                f"functional_tokens {', '.join(map(str, self.functional_tokens))} must be two token ids below "
+                f"functional_tokens {', '.join(map(str, ids))} must be two token ids below "
                 f"vocab_size {self.vocab_size:,}, those of SEP and CLS, or none"
             )
         return self

@@ -124,6 +124,7 @@ class RunConfig(Settings):
             )
         if isinstance(model, AlRfouConfig) and train.random_segment_lengths:
             raise ValueError("train.random_segment_lengths needs positions of any number, and al-rfou learns each")
+        model.check_training(train)
         model.check_context_limits(segment_length=train.num_inputs, memory_length=train.memory_length)
         model.check_context_limits(
             segment_length=(evaluation.segment_length or 1) + (evaluation.extended_context_length or 0),
@@ -159,7 +160,7 @@ class RunConfig(Settings):
         elif isinstance(model, AlRfouConfig) and model.max_position_embeddings is None:
             defaults = {"max_position_embeddings": train.num_inputs}
         else:
-            return self
+            return self.model_copy(update={"model": model.resolved(train.segment_length)})
         return self.model_copy(update={"model": model.model_copy(update=defaults)})
 
     def changed_from(self, earlier: RunConfig, step: int) -> RunConfig:

@@ -51,7 +51,7 @@ class ModelSettings(TypedDict, total=False):
     mask_alpha: int
     mask_beta: int
     max_gram: int
-    functional_tokens: Sequence[int]
+    functional_tokens: Sequence[int] | Literal["auto"]
     bi_data: bool
     max_relative_positions: int | None
     intermediate_layer_losses: bool

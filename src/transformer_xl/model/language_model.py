@@ -161,7 +161,7 @@ class LanguageModel(ModelWithMemory):
         return self
 
     def training_losses(
-        self, tokens: TokenIds, targets: TokenIds, memory: Memory, *, progress: float
+        self, tokens: TokenIds, targets: TokenIds, memory: Memory, *, progress: float, order: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of one training step.
 
@@ -170,6 +170,8 @@ class LanguageModel(ModelWithMemory):
             targets: as for `nats`; targets (B, T) of the last T tokens.
             memory: as for `forward`.
             progress: fraction of the training steps that are done, from 0 to 1.
+            order: for models whose settings have `has_orders`: place of each token in the order in which it is
+                predicted, and its segment (B, 2, T).
 
         Returns:
             losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are added to the training loss

@@ -49,9 +49,18 @@ class Batch:
     targets_BT: npt.NDArray[np.int64]
     """Token ids to predict: at each position the token after the input."""
     loss_mask_BT: npt.NDArray[np.bool_]
-    """False for padding after the end of a batch row, which is excluded from the loss."""
+    """False for padding after the end of a batch row, and other tokens that are not predicted."""
     is_first: bool
     """True for the first segment of an epoch, which starts with empty memory."""
+    order_B2T: npt.NDArray[np.int64] | None = None
+    """Where the tokens of a segment are predicted in an order of their own: the place of each in it, below 0 if all may
+    see it, and its segment in the sense of XLNet. Inputs and targets are the same tokens then. None: from left to
+    right."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are read."""
+        return int(self.loss_mask_BT.sum()) if self.order_B2T is None else self.targets_BT.size
 
 
 class Shard(NamedTuple):

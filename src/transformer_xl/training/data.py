@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transformer_xl.config import RunConfig, TrainConfig
+from transformer_xl.config import RunConfig, UserError
 from transformer_xl.device import require_memory, resolve_dtype
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters, min_weight_bytes
 from transformer_xl.ops.kernels import choose
@@ -15,6 +15,7 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 from transformer_xl.training.stepper import micro_batches
 from transformer_xl.training.trackers import check_trackers
 from transformer_xl.training.validation import Validator
+from transformer_xl.xlnet.objective import PermutedDataset
 
 _ADVICE = (
     "lower train.micro_batch_size, train.segment_length, train.memory_length or train.batch_size, set "
@@ -31,25 +32,30 @@ def open_data(
         UserError: a text is too short for batch size and segment length, an attention implementation or package is
             not available, or training certainly needs more memory than there is.
     """
-    dataset = training_dataset(corpus, config.train, world)
+    dataset = training_dataset(corpus, config, world)
     train, rows = config.train, dataset.local_batch_size
+    if config.model.reads_backward and any(len(part) % 2 for part in micro_batches(rows, train, world.size)):
+        raise UserError(
+            f"model.bi_data reads every second row backward, and {rows:,} rows make odd micro-batches; give a "
+            "batch_size that is a multiple of micro_batch_size and of twice the number of processes"
+        )
     num_bytes = min_training_bytes(config, rows, resolve_dtype(device, train.dtype), world.size)
     task = f"training on {rows:,} x {train.num_inputs:,} tokens with a memory of {rows:,} x {train.memory_length:,}"
     require_memory(task, num_bytes, device, _ADVICE)
-    validator = Validator(corpus, config.train, world) if "valid" in corpus.splits else None
+    validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
     if config.model.attention_kernel is not None:
         choose(config.model.attention_kernel, device, torch.float32)  # raises if it does not work on the device
     check_trackers(config.train)
     return dataset, validator
 
 
-def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedContext = SINGLE_PROCESS) -> TokenDataset:
-    """Return the training text as segments, of the documents in text order or shuffled.
+def training_dataset(corpus: Corpus, run: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> TokenDataset:
+    """Return the training text as segments, of the documents in text order or shuffled, or with orders of prediction.
 
     Raises:
         UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
     """
-    split, bos_token_id = corpus.split("train"), corpus.tokenizer.bos_token_id
+    split, bos_token_id, config = corpus.split("train"), corpus.tokenizer.bos_token_id, run.train
     # a step with a random segment length reads as many segments of one token
     unit = 1 if config.random_segment_lengths else config.segment_length
     sizes = {"batch_size": config.batch_size, "segment_length": unit, "shard": world.shard}
@@ -57,6 +63,10 @@ def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedCont
     if config.shuffle_documents:
         dataset = ShuffledDocumentDataset(
             split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed
+        )
+    if run.model.has_orders:
+        dataset = PermutedDataset(
+            split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed, model=run.model
         )
     check_training(dataset, config.segment_length)
     return dataset

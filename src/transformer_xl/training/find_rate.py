@@ -260,7 +260,7 @@ class _Training:
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, rate: float, steps: int) -> None:
         self.config, self._device = _shortened(config.train, rate, steps), device
-        dataset = training_dataset(corpus, self.config)
+        dataset = training_dataset(corpus, config.model_copy(update={"train": self.config}))
         torch.manual_seed(self.config.seed)
         self.stepper = Stepper(build_checked(config).to(device), dataset, self.config, device)
 
@@ -283,17 +283,20 @@ class _Training:
     @torch.no_grad()
     def _score(self, num_segments: int) -> float:
         """Return the loss of the next segments, without dropout, in nats per token."""
-        total, num_targets, stepper = 0.0, 0, self.stepper
+        total, num_targets, stepper, device = 0.0, 0, self.stepper, self._device
         stepper.model.eval()
         for _ in range(num_segments):
             batch = stepper.next_batch().batch
             memories: list[Memory] = []
             for indices, memory in zip(stepper.micro_batches, stepper.memories, strict=True):
                 rows = slice(indices.start, indices.stop)
-                inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(self._device)
-                mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
-                with autocast(self._device, self.config.dtype):
-                    losses_BT, _, memory = stepper.wrapped_model(inputs_BX, batch.targets_BT[rows], memory)
+                inputs_BX = torch.from_numpy(batch.inputs_BX[rows]).to(device)
+                mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(device)
+                with autocast(device, self.config.dtype):
+                    order = (
+                        () if batch.order_B2T is None else (None, torch.from_numpy(batch.order_B2T[rows]).to(device))
+                    )
+                    losses_BT, _, memory = stepper.wrapped_model(inputs_BX, batch.targets_BT[rows], memory, *order)
                 total += float((losses_BT * mask_BT).sum())
                 num_targets += int(mask_BT.sum())
                 memories.append(memory)

@@ -77,7 +77,12 @@ class ModelWithLoss(nn.Module):
 
     @override
     def forward(
-        self, inputs_BX: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory, progress: float | None = None
+        self,
+        inputs_BX: Tensor,
+        targets_BT: npt.NDArray[np.int64],
+        memory: Memory,
+        progress: float | None = None,
+        order_B2T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of the targets.
 
@@ -88,6 +93,7 @@ class ModelWithLoss(nn.Module):
             memory: memory of the preceding tokens.
             progress: completed fraction of training, from 0 to 1, or None outside of training, where auxiliary losses
                 are zero.
+            order_B2T: that of the batch, or None.
 
         Returns:
             Losses of the targets in nats (B, T), in input order; auxiliary losses in nats (B, T); and the next memory.
@@ -95,12 +101,14 @@ class ModelWithLoss(nn.Module):
         if self.copy_memory:
             torch.compiler.cudagraph_mark_step_begin()
         targets = torch.from_numpy(targets_BT)
-        if progress is None:
+        if progress is None and order_B2T is None:
             hidden_BXD, memory = self.model(inputs_BX, memory)
             losses_BT = self.model.nats(hidden_BXD[:, -targets.shape[1] :], targets)
             auxiliary_BT = torch.zeros_like(losses_BT)
         else:
-            losses_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BX, targets, memory, progress=progress)
+            losses_BT, auxiliary_BT, memory = self.model.training_losses(
+                inputs_BX, targets, memory, progress=progress or 0.0, order=order_B2T
+            )
         if self.copy_memory:
             memory = memory.map(Tensor.clone)
         return losses_BT, auxiliary_BT, memory
@@ -178,8 +186,7 @@ class Stepper:
         sums = self.train_on(batch.batch, done=step / self.config.max_steps)
         if self.weight_average is not None:
             self.weight_average.update(self.num_steps)
-        num_tokens = int(batch.batch.loss_mask_BT.sum())
-        return sums, round(num_tokens * self.config.batch_size / self.dataset.local_batch_size)
+        return sums, round(batch.batch.num_tokens * self.config.batch_size / self.dataset.local_batch_size)
 
     def next_batch(self) -> StepBatch:
         """Read the batch at the position, and move on; memory is empty at the beginning of an epoch."""
@@ -206,9 +213,10 @@ class Stepper:
                     parameter.grad = torch.zeros_like(parameter)
         loss_mask_BT = trained_targets(batch.loss_mask_BT, self.config)
         # number of targets in the loss, and of all targets (tokens read)
-        counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
+        counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.num_tokens]), self.device))
         weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
         inputs_BX, targets_BT = to_device(torch.from_numpy(batch.inputs_BX), self.device), batch.targets_BT
+        order_B2T = None if batch.order_B2T is None else to_device(torch.from_numpy(batch.order_B2T), self.device)
         nats = torch.zeros((), device=self.device)
         new_memories: list[Memory] = []
         for indices, memory in zip(self.micro_batches, self.memories, strict=True):
@@ -218,7 +226,8 @@ class Stepper:
             with matmul_library(self.numerics.matmul_library), dropout_kernel(self.numerics.dropout_kernel):
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.wrapped_model(
-                        inputs_BX[rows], targets_BT[rows], memory, done
+                        *(inputs_BX[rows], targets_BT[rows], memory, done),
+                        None if order_B2T is None else order_B2T[rows],
                     )
                 ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (losses_BT.detach() * weight_BT[rows]).sum()

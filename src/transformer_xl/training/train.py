@@ -406,7 +406,9 @@ def complete_settings(
         "train_sha256": corpus.record.splits["train"].sha256,
     }
     settings = merge(settings, {"corpus": reference, "model": {"vocab_size": corpus.tokenizer.vocab_size}})
-    settings = merge(settings, {"train": _limit_epochs(checked.train, corpus, overrides.get("train", {}), log)})
+    settings = merge(settings, {"train": _limit_epochs(checked, corpus, overrides.get("train", {}), log)})
+    if checked.model.has_orders and checked.model.functional_tokens == "auto":
+        settings = merge(settings, {"model": {"functional_tokens": corpus.tokenizer.separators}})
     checked = run_settings(settings, "settings")
     if checked.model.cutoffs == "auto":
         counts = corpus.tokenizer.counts  # None if ids are not in order of frequency
@@ -417,13 +419,14 @@ def complete_settings(
 
 
 def _limit_epochs(
-    config: TrainConfig, corpus: Corpus, overrides: Overrides, log: Callable[[str], None]
+    checked: RunConfig, corpus: Corpus, overrides: Overrides, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the settings that `max_epochs` changes in a run on this corpus, and none in place of itself."""
+    config = checked.train
     if config.max_epochs is None or ("max_steps" in overrides and "max_epochs" not in overrides):
         return {"max_epochs": None}
     num_tokens = corpus.record.splits["train"].num_tokens
-    steps = math.ceil(config.max_epochs * num_tokens / (config.batch_size * config.segment_length))
+    steps = math.ceil(config.max_epochs * num_tokens / checked.model.text_per_step(config))
     if steps >= config.max_steps:
         return {"max_epochs": None}
     log(

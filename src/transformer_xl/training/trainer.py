@@ -273,6 +273,13 @@ class Trainer:
                 raise UserError(
                     f"the validation loss became {nats} at step {self.state.step}; lower train.learning_rate"
                 )
+            extra = dict[str, float]()
+            if validator.in_order is not None:
+                memory = self.model.initial_memory(validator.in_order.local_batch_size)
+                predicted = validator.nats_in_order(self.stepper.wrapped_model, memory, should_stop)
+                if predicted is None:
+                    return False
+                extra["nats_per_predicted_token"] = predicted
             sums = self._sums("valid", nats, validator.num_tokens)
             nats_per_token = sums.nats_per_token
             best = None if self._is_other_validation_text() else self.state.best_nats
@@ -285,7 +292,7 @@ class Trainer:
             best_nats=best,
             validation_text=validator.text_id,
         )
-        self._report("valid", self.state.step, sums)
+        self._report("valid", self.state.step, sums, **extra)
         self._interval_start += time.perf_counter() - start_time  # the throughput is that of training alone
         return True
 

@@ -15,13 +15,14 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, resolve_dtype, to_device
 from transformer_xl.model.memory import Memory
 from transformer_xl.ops.linear import packed_weights
-from transformer_xl.text.segments import DatasetPosition, SegmentDataset
+from transformer_xl.text.segments import DatasetPosition, SegmentDataset, TokenDataset
 from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.training.distributed import DistributedContext
+from transformer_xl.xlnet.objective import PermutedDataset
 
 _SUMS_PER_FETCH = 512  # loss sums fetched from the device at once, to avoid a synchronization for each segment
 
@@ -29,27 +30,50 @@ _SUMS_PER_FETCH = 512  # loss sums fetched from the device at once, to avoid a s
 class Validator:
     """The validation text of a corpus, as one training run scores it."""
 
-    def __init__(self, corpus: Corpus, config: TrainConfig, world: DistributedContext) -> None:
+    def __init__(self, corpus: Corpus, run: RunConfig, world: DistributedContext) -> None:
         """Open the validation text.
 
         Args:
             corpus: a corpus that has a validation text.
-            config: settings of training; `eval_tokens` may truncate the text.
+            run: settings; `train.eval_tokens` may truncate the text.
             world: the processes among which the batch rows are divided.
 
         Raises:
             UserError: the text has fewer tokens than processes.
         """
-        tokens = corpus.split("valid").first(config.eval_tokens)
+        split, config = corpus.split("valid"), run.train
+        tokens = split.first(config.eval_tokens)
         self.num_tokens = len(tokens)
         self.text_id = f"{self.num_tokens} tokens of {corpus.record.splits['valid'].sha256}"
         """Identifies this text, because losses of different texts must not be compared."""
         self.dataset = validation_dataset(tokens, corpus.tokenizer.bos_token_id, config, world)
+        rows, in_order = self.dataset.batch_size, None
+        is_even = not run.model.reads_backward or self.dataset.local_batch_size % 2 == rows % (2 * world.size) == 0
+        if run.model.has_orders and is_even and len(tokens) >= rows * config.segment_length:
+            in_order = PermutedDataset(
+                tokens,
+                split.document_starts[split.document_starts < len(tokens)],
+                batch_size=rows,
+                segment_length=config.segment_length,
+                bos_token_id=corpus.tokenizer.bos_token_id,
+                shard=world.shard,
+                seed=0,  # the same orders in each validation
+                model=run.model,
+            )
+        self.in_order: TokenDataset | None = in_order
+        """The text as it is predicted in training, if that is not from left to right and it is long enough."""
         self._config, self._world = config, world
 
-    @torch.no_grad()
+    def nats_in_order(self, model: nn.Module, memory: Memory, should_stop: Callable[[int, int], bool]) -> float | None:
+        """Return the loss of the predicted tokens of `in_order` in nats per token, or None if stopped or there is none.
+
+        Arguments are those of `sum_losses`.
+        """
+        sums = self.in_order and self._sums(self.in_order, model, memory, should_stop)
+        return sums[0] / sums[1] if sums else None
+
     def sum_losses(self, model: nn.Module, memory: Memory, should_stop: Callable[[int, int], bool]) -> float | None:
-        """Compute the total loss of the text without dropout; all processes take part.
+        """Compute the total loss of the text from left to right without dropout; all processes take part.
 
         Args:
             model: a `ModelWithLoss`, wrapped for the processes, in training mode.
@@ -60,7 +84,15 @@ class Validator:
         Returns:
             The sum of all losses in nats, accumulated in float64, the same in every process; or None if stopped.
         """
-        device, dataset = memory.valid_B.device, self.dataset
+        sums = self._sums(self.dataset, model, memory, should_stop)
+        return sums and sums[0]
+
+    @torch.no_grad()
+    def _sums(
+        self, dataset: TokenDataset, model: nn.Module, memory: Memory, should_stop: Callable[[int, int], bool]
+    ) -> tuple[float, float] | None:
+        """Return the sum of the losses and the number of targets, over all processes, or None if stopped."""
+        device = memory.valid_B.device
         total, num_scored = 0.0, 0
         pending: list[Tensor] = []
         with ExitStack() as stack:
@@ -75,8 +107,10 @@ class Validator:
                 segment = dataset.read(position, context_length=context_length)
                 inputs_BX = to_device(torch.from_numpy(segment.inputs_BX), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
+                order = None if segment.order_B2T is None else torch.from_numpy(segment.order_B2T)
+                order = () if order is None else (None, to_device(order, device))
                 with autocast(device, self._config.dtype):
-                    losses_BT, _, memory = model(inputs_BX, segment.targets_BT, memory)
+                    losses_BT, _, memory = model(inputs_BX, segment.targets_BT, memory, *order)
                 pending.append((losses_BT * loss_mask_BT).sum())
                 if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.segments_in(epoch=0):
                     total += float(torch.stack(pending).cpu().double().sum())
@@ -87,7 +121,9 @@ class Validator:
                 if should_stop(index + 1, estimate):
                     return None
         sum_device = device if device.type == "cuda" else "cpu"  # MPS has no float64
-        return float(self._world.sum(torch.tensor(total, dtype=torch.float64, device=sum_device)))
+        sums = torch.tensor([total, num_scored], dtype=torch.float64, device=sum_device)
+        nats, num_targets = self._world.sum(sums).tolist()
+        return nats, num_targets
 
 
 def validation_dataset(

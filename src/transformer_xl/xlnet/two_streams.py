@@ -43,7 +43,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import HiddenCache, LayerCache, Memory
 from transformer_xl.model.model_with_memory import WEIGHT_STD
 from transformer_xl.model.relative import RelativeModel
-from transformer_xl.model.token_ids import TokenIds
+from transformer_xl.model.token_ids import TokenIds, as_token_ids
 from transformer_xl.ops.dropout import FastDropout
 from transformer_xl.ops.kernels import AttentionInputs, AttentionMask, choose
 from transformer_xl.ops.relative_attention import SegmentTerm, relative_attention
@@ -77,7 +77,8 @@ def visible_in_order(rank: Tensor) -> Tensor:
     if rank.ndim != 2 or rank.is_floating_point() or rank.dtype == torch.bool:
         raise UserError(f"rank is {rank.dtype} {tuple(rank.shape)}; give integers (batch, tokens)")
     sorted_BT = rank.sort(dim=1).values
-    if ((sorted_BT[:, 1:] == sorted_BT[:, :-1]) & (sorted_BT[:, 1:] >= 0)).any():
+    is_known = rank.device.type == "cpu"  # without waiting for the device
+    if is_known and ((sorted_BT[:, 1:] == sorted_BT[:, :-1]) & (sorted_BT[:, 1:] >= 0)).any():
         raise UserError("rank is no order: two tokens of a row have the same place; give each its own, or -1")
     return (rank[:, None] < 0) | (rank[:, :, None] > rank[:, None])
 
@@ -133,7 +134,7 @@ class _BothSides:
             mask=mask_B1TS[rows],
             segments=segments,
             dropout=dropout,
-            implementation=self.kernel,
+            implementation=self.kernel if self.kernel in ("sdpa", "reference") else "auto",  # those with masks
         )
 
 
@@ -362,6 +363,44 @@ class XLNet(RelativeModel, LanguageModel):
         contents_BTD, query_BQD, caches = self._run(x_BTD, query_BQD, memory, context, both_sides)
         streams = self.output_dropout(contents_BTD[-1]), self.output_dropout(query_BQD)
         return Streams(*streams, memory.advance(caches, num_kept, lengths), contents_BTD)
+
+    @override
+    def training_losses(
+        self, tokens: TokenIds, targets: TokenIds, memory: Memory, *, progress: float, order: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Memory]:
+        """Return the losses of one training step; those of tokens that are not predicted have no meaning.
+
+        Args:
+            tokens: token ids (B, T).
+            targets: the same.
+            memory: as for `forward`; the next one keeps `reuse_length` tokens.
+            progress: without effect.
+            order: as for `LanguageModel.training_losses`; it is needed.
+        """
+        assert order is not None
+        rank_BT, segments_BT = order.unbind(1)
+        targets_BT = as_token_ids(targets, self.config.vocab_size, "targets")
+        own = self.config.resolved(targets_BT.shape[1])
+        assert own.reuse_length is not None
+        is_predicted_BT = rank_BT >= 0
+        for index in self.config.functional_ids:
+            is_predicted_BT = is_predicted_BT & (to_device(targets_BT, rank_BT.device) != index)
+        # a number that is known without waiting for the device; a row with fewer has further places, without weight
+        places_BQ = is_predicted_BT.int().argsort(dim=1, descending=True, stable=True)[:, : own.num_predict]
+        visible_BTT = visible_in_order(rank_BT)
+        visible_BTT[:, : own.reuse_length, own.reuse_length :] = False
+        visible_BTT[:, own.reuse_length :, : own.reuse_length] = True
+        streams = self.two_streams(
+            *(tokens, memory),
+            visible=visible_BTT,
+            targets=places_BQ,
+            segments=segments_BT,
+            bi_data=self.config.bi_data,
+            num_kept=own.reuse_length,
+        )
+        losses_BQ = self.nats(streams.query_BQD, targets_BT.gather(1, places_BQ.to(targets_BT.device)))
+        losses_BT = losses_BQ.new_zeros(rank_BT.shape).scatter(1, places_BQ, losses_BQ)
+        return losses_BT, torch.zeros_like(losses_BT), streams.memory
 
     def _run(
         self,

@@ -110,6 +110,11 @@ class Tokenizer(Displayed, ABC):
         return {"vocab_size": self.vocab_size}
 
     @property
+    def separators(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a part of a text, and a text (SEP and CLS), or none if it does not have both."""
+        return ()
+
+    @property
     def counts(self) -> npt.NDArray[np.int64] | None:
         """(V,) how often each token occurred in the text that the tokenizer was trained on, or None if unknown.
 

@@ -124,6 +124,12 @@ class LibraryTokenizer(Tokenizer):
         """The special token that the library pads with, if its name says so."""
         return self._special(_PADDINGS)
 
+    @cached_property
+    @override
+    def separators(self) -> tuple[int, ...]:
+        found = [self._special(names) for names in (("<sep>", "[SEP]"), ("<cls>", "[CLS]"))]
+        return tuple(token.id for token in found if token is not None) if None not in found else ()
+
     def _special(self, names: tuple[str, ...]) -> NamedToken | None:
         found = {token.name: token for token in self._library.special}
         return next((found[name] for name in names if name in found), None)
