@@ -85,14 +85,16 @@ def tensorflow_folder(folder: Path, changes: dict[str, Tensor | None], *, untie_
     return folder
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("as_bin", [False, True], ids=["safetensors", "bin"])
-def test_folders_go_both_ways_bit_for_bit(as_bin: bool, tmp_path: Path) -> None:
-    folder = hub_folder(tmp_path / "hub", their_model(clamp_len=5, mem_len=7, dropout=0.2), as_bin=as_bin)
+def test_folders_go_both_ways_bit_for_bit(as_bin: bool, is_tied: bool, tmp_path: Path) -> None:
+    model = their_model(clamp_len=5, mem_len=7, dropout=0.2, tie_word_embeddings=is_tied)
+    folder = hub_folder(tmp_path / "hub", model, as_bin=as_bin)
     converted = txl("convert", folder, tmp_path / "run", "--json")
     assert (converted.status, converted.object["notes"]) == (0, [])
     assert txl("convert", tmp_path / "run", tmp_path / "back", "--to", "huggingface").status == 0
-    theirs, back = their_model().state_dict(), load_file(tmp_path / "back" / "model.safetensors")
-    assert back.keys() == theirs.keys() - {"lm_loss.weight"}
+    theirs, back = model.state_dict(), load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == theirs.keys() - ({"lm_loss.weight"} if is_tied else set())
     assert all(torch.equal(back[name], theirs[name]) for name in back)
     assert (tmp_path / "back" / "spiece.model").read_bytes() == SPIECE
     config, again = (json.loads((one / "config.json").read_text()) for one in (folder, tmp_path / "back"))
@@ -171,6 +173,15 @@ HUB_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "lowercased": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"do_lower_case": true}'),
         "do_lower_case cannot be converted",
+    ),
+    "softmax of its own": (
+        lambda folder: (
+            torch.save(
+                their_model().state_dict() | {"lm_loss.weight": torch.ones(VOCAB_SIZE, 8)}, folder / "pytorch_model.bin"
+            )
+            or (folder / "model.safetensors").unlink()
+        ),
+        "lm_loss.weight differs from the embedding, but tie_word_embeddings is true in config.json",
     ),
     "cut": (_cut("model.safetensors"), "model.safetensors is damaged"),
     "tokenizer": (_cut("spiece.model"), "spiece.model: not a valid library tokenizer"),

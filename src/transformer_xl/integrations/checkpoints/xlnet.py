@@ -121,7 +121,8 @@ def read_tensorflow(prefix: Path) -> ImportedModel:
             weights |= {f"transformer.layer.{index}.rel_attn.{bias}": part for index, part in enumerate(each)}
         else:
             weights[name] = tensor.T if re.search(r"\.ff\.layer_[12]\.weight$", name) else tensor
-    return _imported(prefix.parent, {**values, "vocab_size": values.get("n_token")}, CONFIG_FILE, weights, notes)
+    values |= {"vocab_size": values.get("n_token"), "tie_word_embeddings": "lm_loss.weight" not in weights}
+    return _imported(prefix.parent, values, CONFIG_FILE, weights, notes)
 
 
 def _without_heads(names: Iterable[str], source: str) -> tuple[list[str], list[str]]:
@@ -152,8 +153,13 @@ def _imported(
             raise UserError(f"{source}: {name} {format_value(value)} cannot be converted; only {' and '.join(known)}")
     model = {ours: settings.get(theirs, default) for theirs, (ours, default) in _SETTINGS.items()}
     check_counts(source, n_layers=model["n_layers"], num_cutoffs=0)
-    tied, clamp = weights.get("lm_loss.weight"), settings.get("clamp_len", -1)
-    is_tied = tied is None or torch.equal(tied, weights.get("transformer.word_embedding.weight", tied[:0]))
+    is_tied, clamp = settings.get("tie_word_embeddings", True), settings.get("clamp_len", -1)
+    aliases = {"lm_loss.weight": "transformer.word_embedding.weight"} if is_tied else {}
+    tables = [weights[name] for names in aliases.items() for name in names if name in weights]
+    if len(tables) == 2 and not torch.equal(*tables):
+        raise UserError(
+            f"{folder}: lm_loss.weight differs from the embedding, but tie_word_embeddings is true in {file}"
+        )
     model |= {
         "architecture": "xlnet",
         "attention_dropout": model["dropout"],
@@ -162,11 +168,10 @@ def _imported(
         "tie_word_embeddings": is_tied,
     }
     config = check_settings(XLNetConfig, model, source)
-    lengths = {"memory_length": settings.get("mem_len", 0)} if settings.get("mem_len", 0) else {}
-    aliases = {"lm_loss.weight": "transformer.word_embedding.weight"} if is_tied else {}
+    memory_length = settings.get("mem_len", 0)
     return ImportedModel(
         model=config.model_dump(),
-        train=lengths,
+        train={"memory_length": memory_length} if memory_length else {},
         evaluation={},
         weights=import_mapped(_mappings(config), aliases, weights, str(folder)),
         tokenizer=_read_tokenizer(folder),
