@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, UserError, check_settings
-from transformer_xl.config.model_config import XLNetConfig
+from transformer_xl.config import ARCHITECTURES, RunConfig, UserError, check_settings
+from transformer_xl.config.model_config import TransformerConfig
 from transformer_xl.files import atomic_folder, read_bytes, write_json, write_text
 from transformer_xl.integrations.checkpoints import pretrained
 from transformer_xl.integrations.checkpoints.source_config import (
@@ -161,13 +161,12 @@ def _imported(
             f"{folder}: lm_loss.weight differs from the embedding, but tie_word_embeddings is true in {file}"
         )
     model |= {
-        "architecture": "xlnet",
         "attention_dropout": model["dropout"],
         "d_head": settings.get("d_head", model["d_model"] // max(model["n_heads"], 1)),
         "clamp_length": clamp if clamp > 0 else None,
         "tie_word_embeddings": is_tied,
     }
-    config = check_settings(XLNetConfig, model, source)
+    config: Any = check_settings(ARCHITECTURES[MODEL_TYPE], model, source)
     memory_length = settings.get("mem_len", 0)
     return ImportedModel(
         model=config.model_dump(),
@@ -179,7 +178,7 @@ def _imported(
     )
 
 
-def _mappings(config: XLNetConfig) -> Iterator[WeightMapping]:
+def _mappings(config: TransformerConfig) -> Iterator[WeightMapping]:
     """Yield the table of weights for one model, by transformers' names, with the shape of every weight."""
     d_model, d_ff, heads = config.d_model, config.d_ff, (config.n_heads, config.head_dim)
     d_attention, table = config.n_heads * config.head_dim, (config.vocab_size, config.d_model)
@@ -239,13 +238,13 @@ def write(
         UserError: the folder exists, or transformers cannot express the model.
     """
     model, notes = config.model, list[str]()
-    assert isinstance(model, XLNetConfig)
+    assert isinstance(model, TransformerConfig)
     if model.n_heads * model.head_dim != model.d_model:
         raise UserError(f"transformers cannot express n_heads {model.n_heads} of d_head {model.head_dim}, only d_model")
     values = {theirs: getattr(model, ours) for theirs, (ours, _) in _SETTINGS.items()} | {
         "architectures": ["XLNetLMHeadModel"],
         "attn_type": "bi",
-        "clamp_len": model.clamp_length or -1,
+        "clamp_len": model.limit("clamp_length") or -1,
         "d_head": model.head_dim,
         "dtype": "float32",
         "ff_activation": "gelu_new",
