@@ -203,7 +203,8 @@ def test_the_authors_checkpoint_has_the_same_weights(place: str, untie_r: bool, 
     for name, value in ours.items():
         is_shared = not untie_r and ("bias" in name or name == "segment_embedding") and value.ndim > 2
         assert torch.equal(value, other[name][:1].expand_as(value) if is_shared else other[name])
-    assert load(tmp_path / "run").tokenizer == load(tmp_path / "other").tokenizer
+    run = load(tmp_path / "run")
+    assert (run.config.train.memory_length, run.tokenizer) == (384, load(tmp_path / "other").tokenizer)
 
 
 def test_heads_are_left_out_with_a_note_and_a_classifier_is_refused(tmp_path: Path, capfd: Capture) -> None:

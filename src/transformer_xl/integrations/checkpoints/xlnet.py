@@ -64,6 +64,7 @@ _EXACT_GELU = (
     "its ff_activation gelu is the exact form of GELU in transformers; the run computes the tanh form, with which "
     "XLNet was trained (gelu_new there)"
 )
+_MEMORY_LENGTH = 384  # with which the published models were trained; their files do not say it
 _BIASES = {"r_w_bias": "content_bias", "r_r_bias": "position_bias", "r_s_bias": "segment_bias"}
 _OF_TENSORFLOW = (  # patterns in names of TensorFlow's variables, and what transformers' have there
     (r"^transformer/layer_(\d+)/", r"transformer/layer/\1/"),
@@ -167,10 +168,9 @@ def _imported(
         "tie_word_embeddings": is_tied,
     }
     config: Any = check_settings(ARCHITECTURES[MODEL_TYPE], model, source)
-    memory_length = settings.get("mem_len", 0)
     return ImportedModel(
         model=config.model_dump(),
-        train={"memory_length": memory_length} if memory_length else {},
+        train={"memory_length": settings.get("mem_len", _MEMORY_LENGTH)},
         evaluation={},
         weights=import_mapped(_mappings(config), aliases, weights, str(folder)),
         tokenizer=_read_tokenizer(folder),
