@@ -37,7 +37,8 @@ TEXT = "".join(LINES) + "``1,000, caf\u00e9s''  in 1912, \u4e2d\u6587 \U0001f600
 
 def their_model(model_class: Any = XLNetLMHeadModel, **settings: Any) -> Any:
     """Return a model of transformers with random weights, large enough that each affects the results."""
-    config = XLNetConfig(vocab_size=VOCAB_SIZE, **SIZES, **{"ff_activation": "gelu_new", "mem_len": None, **settings})
+    defaults = {"vocab_size": VOCAB_SIZE, "ff_activation": "gelu_new", "mem_len": None}
+    config = XLNetConfig(**SIZES, **{**defaults, **settings})
     torch.manual_seed(5)
     model = model_class(config).eval()
     with torch.no_grad():
@@ -318,6 +319,18 @@ def test_damaged_archive_is_refused(tmp_path: Path, capfd: Capture) -> None:
     content[70] ^= 1  # in the settings
     archive.write_bytes(content)
     assert_refused(tmp_path, f"convert {archive} {tmp_path / 'run'}", "xlnet.zip: not readable, perhaps damaged", capfd)
+
+
+def test_a_run_with_other_tokens_is_written_with_them(tmp_path: Path) -> None:
+    hub_folder(tmp_path / "hub", their_model(vocab_size=256))
+    assert txl("convert", tmp_path / "hub", tmp_path / "run", "--tokenizer", "byte").status == 0
+    assert txl("convert", tmp_path / "run", tmp_path / "back", "--to", "huggingface").status == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")(TEXT)["input_ids"] == [*TEXT.encode()]
+    config = XLNetLMHeadModel.from_pretrained(tmp_path / "back").config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (10, None, 255)
+    assert txl("convert", tmp_path / "back", tmp_path / "again").status == 0
+    for name in ("model.safetensors", "txl_tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
 def test_a_folder_with_only_a_tokenizer_json_keeps_it(tmp_path: Path) -> None:

@@ -256,7 +256,8 @@ def write(
         spiece = base64.b64decode(tokenizer.content)
         library, kind = _unigram(spiece), "XLNetTokenizer"
     else:
-        values |= pretrained.generation_values(tokenizer)
+        special = {"eos_token_id": None, **pretrained.generation_values(tokenizer)}  # padding may be behind the last id
+        values |= {name: None if index == model.vocab_size else index for name, index in special.items()}
         is_library = isinstance(tokenizer, LibraryTokenizer) and tokenizer.library == "tokenizers"
         spiece, kind = None, "PreTrainedTokenizerFast"
         library = tokenizer.to_json()["content"] if is_library else fast_tokenizer(tokenizer)
