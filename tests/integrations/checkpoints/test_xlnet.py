@@ -23,11 +23,13 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, XLNetConfig, XLNetForSequenceClassification, XLNetLMHeadModel
 
 from transformer_xl import load
+from transformer_xl.config import ARCHITECTURES
 from transformer_xl.integrations.checkpoints import huggingface
 from transformer_xl.ops import relative_attention
 from transformer_xl.ops.relative_attention import SegmentTerm
 from transformer_xl.text.tokenizers.library import LibraryTokenizer
 
+pytestmark = pytest.mark.skipif("xlnet" not in ARCHITECTURES, reason="needs the architecture xlnet")
 Capture = pytest.CaptureFixture[str]
 SIZES = {"d_model": 8, "n_layer": 2, "n_head": 2, "d_head": 4, "d_inner": 11}
 SPIECE = xlnet_model()
