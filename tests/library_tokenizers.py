@@ -72,6 +72,18 @@ def sentencepiece_model(**options: Any) -> bytes:
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES * 5), model_writer=model, minloglevel=2, **{"vocab_size": 32, **options}
+        model_writer=model,
+        minloglevel=2,
+        **{"sentence_iterator": iter(LINES * 5), "vocab_size": 32, **options},
     )
     return model.getvalue()
+
+
+def xlnet_model() -> bytes:
+    """Return a model of sentencepiece with XLNet's special tokens, and with tokens that end in a digit and a comma."""
+    numbers = [f"In 19{year}, 1,000,{year} of 9, then {year}, of 20,{year}.\n" for year in range(10, 40)]
+    return sentencepiece_model(
+        sentence_iterator=iter([*LINES * 5, *numbers * 3, "a fine na\u00efve \u4e2d\u6587\n"]), vocab_size=150,
+        control_symbols=["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"], hard_vocab_limit=False,
+        user_defined_symbols=["<eop>", ".", "(", ")", '"', "-", "\u2013", "\u00a3", "\u20ac"],
+    )  # fmt: skip

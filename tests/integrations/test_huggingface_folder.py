@@ -251,7 +251,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         ({"n_layers": 3}, "is missing, unknown or of another shape"),
         ({"segment_length": 0}, "segment_length"),
         ({"evaluation_memory_length": "x"}, "memory_length"),
-        ({"model_type": "gpt2"}, "only 'transfo-xl' and 'transformer-xl' can be converted"),
+        ({"model_type": "gpt2"}, "only 'transfo-xl', 'xlnet' and 'transformer-xl' can be converted"),
     ):
         (tmp_path / "hub" / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):

@@ -67,7 +67,7 @@ GIVEN = {
     "finetuning.md": "runs/mine letters/ runs/words new-words runs/mails corpora/enwik8-4mb corpora/shakespeare ptb "
     "wt.train wt.valid wt.test OLD-MODEL train.txt valid.txt test.txt",
     "generation.md": "runs/demo/run page.txt",
-    "migrating.md": "runs/mine=word downloads/transfo-xl-wt103 book.txt corpora/enwik8",
+    "migrating.md": "runs/mine=word runs/xlnet downloads/transfo-xl-wt103 book.txt corpora/enwik8",
     "minimal-pairs.md": "runs/ptb",
     "music.md": "melodies/ start.mid",
     "penn-treebank.md": "corpora/ptb",
@@ -84,7 +84,7 @@ GIVEN = {
     "transformers.md": "runs/mine hub/transfo-xl",
 }
 # files of programs that are not here; tests/integrations/checkpoints reads what they write
-ELSEWHERE = ("LM-TFM", "pretrained_xl")
+ELSEWHERE = ("LM-TFM", "pretrained_xl", "downloads/xlnet")
 
 
 def smaller(text: str) -> str:

@@ -36,14 +36,14 @@ def convert(
     Parameters
     ----------
     source
-        Checkpoint to convert: a folder of Hugging Face's transformers, model.pt of the authors' PyTorch code or its
-        folder, NVIDIA's checkpoint_best.pt or its folder, or a TensorFlow checkpoint; an adapter, or a run with
-        another --to.
+        Checkpoint to convert: a folder of Hugging Face's transformers (TransfoXL or XLNet), model.pt of the authors'
+        PyTorch code or its folder, NVIDIA's checkpoint_best.pt or its folder, a TensorFlow checkpoint, or the zip
+        archive of XLNet's authors; an adapter, or a run with another --to.
     out
         Folder to create; it must not exist.
     to
         What to write: a run; int8, a run with 8-bit weights; huggingface, for transformers 5 with this package (all
-        models); or huggingface-4.37, for transformers 4.37.2 and older (Transformer-XL only).
+        models), or without it (XLNet); or huggingface-4.37, for transformers 4.37.2 and older (Transformer-XL only).
     source_format
         Format of FROM. [default: detected from the files]
     tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tokenizers import END, LINES, byte_level, prefix_space, sentencepiece_model, unigram, word_piece
+from library_tokenizers import (
+    END,
+    LINES,
+    byte_level,
+    prefix_space,
+    sentencepiece_model,
+    unigram,
+    word_piece,
+    xlnet_model,
+)
 from refusals import do
 from small_runs import make_run
 from tokenizers import Tokenizer as TheirTokenizer
@@ -127,6 +137,59 @@ def test_sentencepiece_has_its_ids_and_places(text: str) -> None:
     assert (own.unk_token_id, own.document_end) == (0, (2, "</s>"))
     if "\u2581" not in text and "\x00" not in text:
         assert own.decode(own.encode(text)) == text
+
+
+XLNET_TEXTS = [
+    "The cat sat on the mat.",
+    "``the cat'' said ''it'' \"here\" `a' don't",
+    "caf\u00e9 na\u00efve e\u0301\u0323 \u00c9t\u00e9 \u212b \ufb01ne x\u00b2 \u00bd \u0130",
+    "1,000, 1,000,345, 20, 9, and 9,9,1, (1,) a1, 7,",
+    "  several   spaces\t and\u00a0 \u3000 more \r\n lines\n\n of text \n",
+    "",
+    "cats \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467, \U0001f1e9\U0001f1ea",
+    "\u4e2d\u6587\uff0c\u5b57 \ud55c\uad6d the \u0915\u093f \u2581 <sep> </s>",
+]
+
+
+@settings(deadline=None, max_examples=30)
+@given(text=st.one_of(st.text(), st.text(alphabet="19,0 a`'.\n\u00e9\u0301")))
+def test_xlnet_has_the_ids_of_its_code(text: str) -> None:
+    """The code, in a few lines: the whole text at once, where ours reads lines."""
+    sentencepiece, model = pytest.importorskip("sentencepiece"), xlnet_model()
+    own = tokenizer_from_json({"kind": "library", "library": "xlnet", "content": base64.b64encode(model).decode()})
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for one in [text, *XLNET_TEXTS]:
+        changed = " ".join(one.strip().split()).replace("``", '"').replace("''", '"')
+        changed = "".join(part for part in unicodedata.normalize("NFKD", changed) if not unicodedata.combining(part))
+        pieces = list[str]()
+        for piece in theirs.encode(changed, out_type=str):
+            if len(piece) > 1 and piece[-1] == "," and piece[-2].isdigit():
+                number = theirs.encode(piece[:-1].replace("\u2581", ""), out_type=str)
+                if piece[0] != "\u2581" and number[0][0] == "\u2581":
+                    number = number[1:] if len(number[0]) == 1 else [number[0][1:], *number[1:]]
+                pieces += [*number, ","]
+            else:
+                pieces.append(piece)
+        assert own.encode(one).tolist() == [theirs.piece_to_id(piece) for piece in pieces]
+    assert isinstance(own, LibraryTokenizer)
+    assert (own.document_end, own.padding, own.unk_token_id) == ((7, "<eod>"), (5, "<pad>"), 0)
+
+
+def test_tokens_of_xlnet_have_places() -> None:
+    """Those of the text as it is, though accents and spaces are changed and a number is split from its comma."""
+    content = base64.b64encode(xlnet_model()).decode()
+    own = tokenizer_from_json({"kind": "library", "library": "xlnet", "content": content})
+    assert isinstance(own, LibraryTokenizer)
+    text = "  the  caf\u00e9\u0301 1,000, ``a''\nat\n"
+    found = [
+        (own.names[index], text[slice(*place)]) for index, place in zip(own.encode(text), own.places(text), strict=True)
+    ]
+    assert found == [
+        ("\u2581the", "the"), ("\u2581ca", "  ca"), ("f", "f"), ("e", "\u00e9\u0301"), ("\u2581", " "), ("1,", "1,"),
+        ("0", "0"), ("0", "0"), ("0", "0"), (",", ","), ("\u2581", " "), ('"', "``"), ("a", "a"), ('"', "''"),
+        ("\u2581", ""), ("at", "at"),
+    ]  # fmt: skip
+    assert own.word_indices(text.encode()).tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
 
 
 # The end of a document

@@ -22,7 +22,7 @@ from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import RunConfig, UserError, check_type, checked_names, nearest, run_settings
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new, quoted
-from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow
+from transformer_xl.integrations.checkpoints import huggingface, nvidia, official, pretrained, tensorflow, xlnet
 from transformer_xl.integrations.checkpoints.model_card import model_card
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel
 from transformer_xl.integrations.checkpoints.tokenizers import bytes_from_decimal_words, read_checkpoint_json
@@ -54,7 +54,9 @@ FORMATS: dict[FormatName, Format] = {
     "nvidia": Format("checkpoint_best.pt of NVIDIA's code", nvidia.recognizes, nvidia.read),
     "official": Format("model.pt of the authors' PyTorch code", official.recognizes, official.read),
     "huggingface": Format("a folder of Hugging Face's transformers", huggingface.recognizes, huggingface.read),
-    "tensorflow": Format("a checkpoint of the authors' TensorFlow code", tensorflow.recognizes, tensorflow.read),
+    "tensorflow": Format(
+        "a checkpoint of the authors' TensorFlow code (or XLNet's)", tensorflow.recognizes, tensorflow.read
+    ),
 }
 """All formats, in the order in which they are tried."""
 _OUTPUTS = [name for name in get_args(OutputName) if name != "run"]
@@ -100,8 +102,8 @@ def convert(
         source: the checkpoint's file or folder, or the folder of an adapter; unless `to` is "run", any run folder.
         out: folder to create; it must not exist.
         to: what to write: a run folder; "int8", one with 8-bit weights (see `to_int8`); "huggingface", a folder that
-            transformers 5 opens with this package; or "huggingface-4.37", one in the layout that transformers 4.37.2
-            and older load without it.
+            transformers 5 opens with this package, or without it if the model is XLNet; or "huggingface-4.37", one in
+            the layout that transformers 4.37.2 and older load without it.
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: the model's tokenizer or its path (a run folder, a corpus or a txl_tokenizer.json file), or "byte"
             for a byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens
@@ -191,9 +193,15 @@ def _export(
             card = model_card(run, out.name, license, record)
         except (KeyError, TypeError) as error:
             raise UserError(f"{source / CLASSIFIER_FILE} is damaged ({error}); get the classifier again") from None
-        lengths = run.memory_lengths
-        pretrained.write(out, run.config, weights, run.tokenizer, lengths, eos_token, add_bos_token, head, card)
-        readers = pretrained.READERS
+        if run.config.model.architecture == xlnet.MODEL_TYPE and head is None:
+            if eos_token is not None or add_bos_token:
+                raise UserError("transformers' XLNet has no such settings; leave out eos_token and add_bos_token")
+            notes = xlnet.write(out, run.config, weights, run.tokenizer, card)
+            readers = xlnet.READERS
+        else:
+            lengths = run.memory_lengths
+            pretrained.write(out, run.config, weights, run.tokenizer, lengths, eos_token, add_bos_token, head, card)
+            readers = pretrained.READERS
     else:
         notes = huggingface.write(out, run.config, weights, run.tokenizer)
         readers = huggingface.READERS

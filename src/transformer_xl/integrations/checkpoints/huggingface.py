@@ -1,9 +1,9 @@
 """Read and write Hugging Face's folders: config.json, weights and vocabulary.
 
-Folders that `pretrained.py` writes are recognized by their model type. The others are TransfoXL's: their layout is that
-of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As in transformers,
-queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query attend to
-`mem_len` keys. source_config.py explains the other names of config.json.
+Folders that `pretrained.py` writes, and XLNet's, are recognized by their model type. The others are TransfoXL's: their
+layout is that of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As in
+transformers, queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query
+attend to `mem_len` keys. source_config.py explains the other names of config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
-from transformer_xl.integrations.checkpoints import pretrained
+from transformer_xl.integrations.checkpoints import pretrained, xlnet
 from transformer_xl.integrations.checkpoints.source_config import (
     SHARED_SETTINGS,
     ImportedModel,
@@ -75,8 +75,10 @@ def read(path: Path) -> ImportedModel:
     model_type = values.get("model_type", MODEL_TYPE) if isinstance(values, dict) else type(values).__name__
     if model_type == pretrained.MODEL_TYPE:
         return pretrained.read(path, _read_weights(_weights_file(path)))
+    if model_type == xlnet.MODEL_TYPE:
+        return xlnet.read_folder(path, _read_weights(_weights_file(path)))
     if model_type != MODEL_TYPE:
-        known = f"'{MODEL_TYPE}' and '{pretrained.MODEL_TYPE}'"
+        known = f"'{MODEL_TYPE}', '{xlnet.MODEL_TYPE}' and '{pretrained.MODEL_TYPE}'"
         raise UserError(f"{file}: a model of type {format_value(model_type)}; only {known} can be converted")
     imported, _ = read_model(path, predicts_tokens=True)
     return imported

@@ -16,7 +16,13 @@ from transformer_xl.run import Run
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Corpus
 
-_NAMES = {"transformer-xl": "Transformer-XL", "shaw": "Shaw et al.", "vaswani": "Transformer", "al-rfou": "Al-Rfou"}
+_NAMES = {
+    "transformer-xl": "Transformer-XL",
+    "xlnet": "XLNet",
+    "shaw": "Shaw et al.",
+    "vaswani": "Transformer",
+    "al-rfou": "Al-Rfou",
+}
 _LIMITS = """\
 It continues text like that which it was trained on. What it writes can be false, and can repeat passages of its
 training text. It was trained for no conversation and no instructions."""
@@ -32,6 +38,15 @@ tokenizer = AutoTokenizer.from_pretrained("DIR")
 ```
 
 Without the first import, give both `trust_remote_code=True`: a module in the folder then does it."""
+_XLNET_USE = """\
+Transformers opens the folder or repository of this model, `DIR`, by itself:
+
+```python
+from transformers import AutoTokenizer, XLNetLMHeadModel
+
+model = XLNetLMHeadModel.from_pretrained("DIR")
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+```"""
 _NO_LICENCE = "None was given. Without one, nobody else may use the model; ask who published it."
 
 
@@ -66,7 +81,7 @@ def model_card(run: Run, name: str, license: str | None = None, classifier: dict
         f"## Data\n\n{_data(run)}",
         f"## Training\n\n{_table(_training(run))}",
         f"## Results\n\n{_results(run) if classifier is None else _classifier_results(classifier)}",
-        f"## Use\n\n{_USE.format(classes)}",
+        f"## Use\n\n{_XLNET_USE if architecture == 'XLNet' and not classifier else _USE.format(classes)}",
         *([] if classifier else [f"## Limits\n\n{_LIMITS}"]),
         f"## Licence\n\n{license or _NO_LICENCE}",
     ]

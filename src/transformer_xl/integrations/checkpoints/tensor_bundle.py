@@ -90,7 +90,7 @@ class TensorBundle:
             values = dict(islice(_table_entries(content), _MAX_ENTRIES + 1))
             _check(len(values) <= _MAX_ENTRIES, "it has too many entries")
             # BundleHeaderProto: field 1 is the number of data files, field 2 the byte order (0 for little-endian)
-            header = _message(values.pop(b"", b""))
+            header = read_message(values.pop(b"", b""))
             if _integer(header, 2):
                 raise UserError(f"{path}: written on a big-endian machine; save it again on a little-endian one")
             self._entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
@@ -191,10 +191,10 @@ def _block_entries(content: bytes, offset: int, size: int) -> Iterator[tuple[byt
 
 def _entry(value: bytes) -> _Entry:
     """Parse a BundleEntryProto message."""
-    fields = _message(value)
+    fields = read_message(value)
     # field 2 is a TensorShapeProto: its field 2 is repeated for each dimension, and contains the size as field 1
-    shape = [_message(dimensions) for dimensions in _values(fields, 2, bytes)] or [{}]
-    dimensions = [_message(dimension) for dimension in _values(shape[-1], 2, bytes)]
+    shape = [read_message(dimensions) for dimensions in _values(fields, 2, bytes)] or [{}]
+    dimensions = [read_message(dimension) for dimension in _values(shape[-1], 2, bytes)]
     _check(len(dimensions) <= _MAX_DIMENSIONS, f"a tensor of {len(dimensions)} dimensions")
     return _Entry(
         dtype=_integer(fields, 1),
@@ -207,7 +207,7 @@ def _entry(value: bytes) -> _Entry:
     )
 
 
-def _message(content: bytes) -> _Fields:
+def read_message(content: bytes) -> _Fields:
     """Return the values of a protocol-buffer message, by field number; a field can occur several times."""
     fields: _Fields = {}
     position = 0

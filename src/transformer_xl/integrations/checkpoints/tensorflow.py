@@ -1,5 +1,7 @@
 """Read checkpoints of the authors' TensorFlow code (`tf/` in the authors' repository), such as the published models.
 
+Those of XLNet's code are found here too, and read by xlnet.py: the published zip archive, or what it unpacks to.
+
 The published archives are read in the layout in which they unpack:
 
     tf_wt103/model/{checkpoint, model.ckpt-0.index, model.ckpt-0.data-00000-of-00001}
@@ -25,6 +27,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +39,11 @@ from torch import Tensor
 
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
+from transformer_xl.integrations.checkpoints import xlnet
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts
 from transformer_xl.integrations.checkpoints.tensor_bundle import TensorBundle
 from transformer_xl.integrations.checkpoints.tokenizers import read_tokenizer
+from transformer_xl.text.sources.archives import extract
 
 _SCOPE = "transformer/"  # prefix of the model's variables
 _ADAM = re.compile(r"/Adam(_\d+)?$")  # suffix of the optimizer's running averages
@@ -56,9 +62,16 @@ _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path is a TensorFlow checkpoint: its folder, prefix, or one of its files."""
+    """Return whether the path is a TensorFlow checkpoint: its folder, prefix, one of its files, or XLNet's archive."""
     with suppress(OSError, ValueError):
-        return bool(_prefixes(path))
+        return bool(_prefixes(path)) or _is_archive(path)
+    return False
+
+
+def _is_archive(path: Path) -> bool:
+    """Return whether the path is a zip archive with XLNet's settings."""
+    with suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        return any(Path(name).name == xlnet.CONFIG_FILE for name in archive.namelist())
     return False
 
 
@@ -69,12 +82,22 @@ def read(path: Path) -> ImportedModel:
         UserError: files are missing or damaged, the path matches several checkpoints, or the variables are not those
             of the authors' model.
     """
+    if path.is_file() and _is_archive(path):
+        with as_user_error(f"unpacking {path}"), tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / path.stem
+            extract(path, xlnet.FILES, folder)
+            try:
+                return read(folder)
+            except UserError as error:
+                raise UserError(str(error).replace(str(folder), str(path))) from None
     with as_user_error(f"reading {path}"):
         prefixes = _prefixes(path)
     if not prefixes:
         raise UserError(f"{path}: no TensorFlow checkpoint; pass a folder with a .index file and its .data files")
     if len(prefixes) > 1:
         raise UserError(f"{path}: {len(prefixes)} checkpoints; pass one of them, such as {prefixes[-1]}")
+    if (prefixes[0].parent / xlnet.CONFIG_FILE).is_file():
+        return xlnet.read_tensorflow(prefixes[0])
     variables = _Variables(prefixes[0])
     model = _model_settings(variables)
     weights = dict(_weights(variables))

@@ -2,8 +2,9 @@
 
 Each entry of the table says that some of our weights, flattened and concatenated, equal some of the other program's,
 flattened and concatenated. This covers the fused matrix of queries, keys and values, attention biases stored per layer
-or in one tensor, and softmax biases stored per cluster. The only other difference is the order of the rows that score
-the tail clusters, which is reversed in the authors' PyTorch code and in NVIDIA's.
+or in one tensor, and softmax biases stored per cluster. The other differences are the order of the rows that score the
+tail clusters, which is reversed in the authors' PyTorch code and in NVIDIA's, and matrices that are transposed, as
+XLNet's are (its table is in xlnet.py).
 
 The adaptive softmax splits the vocabulary into clusters: the head of frequent tokens, and tails of rarer ones. With
 `div_val` above 1 the embeddings of each tail are narrower by that factor than those of the cluster before.
@@ -17,7 +18,7 @@ and `r_r_bias` are the paper's u and v.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,6 +39,8 @@ class WeightMapping:
     theirs: Mapping[str, Shape]
     reversed_rows: bool = False
     """Whether their rows are in reverse order."""
+    transposed: bool = False
+    """Whether theirs is the transposed matrix of ours, of dimensions that may be split further."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,24 @@ def import_weights(
     if not has_softmax:
         mappings = [mapping for mapping in mappings if not any(name.startswith("softmax.") for name in mapping.ours)]
         aliases = {name: other for name, other in aliases.items() if not name.startswith("crit.")}
+    return import_mapped(mappings, aliases | {f"{names.prefix}pos_emb.inv_freq": ""}, theirs, source)
+
+
+def import_mapped(
+    mappings: Iterable[WeightMapping], aliases: Mapping[str, str], theirs: Mapping[str, Tensor], source: str
+) -> dict[str, Tensor]:
+    """Return their weights under our names, as `import_weights` does, by a table.
+
+    Args:
+        mappings: the table.
+        aliases: further names that their weights may have, each with the name in the table or one that is not needed.
+        theirs: every weight of the checkpoint.
+        source: path of the file that contains them, for messages.
+
+    Raises:
+        UserError: as `import_weights`.
+    """
+    mappings = list(mappings)
     expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
     tensors = {aliases[name]: theirs[name] for name in aliases if name in theirs} | {**theirs}
     for name, shape in expected.items():
@@ -182,7 +203,7 @@ def import_weights(
         actual = tensors[name].shape
         if actual != shape:
             raise UserError(f"{source}: weight '{name}' is {_format(actual)}, but its settings need {_format(shape)}")
-    unknown = theirs.keys() - expected.keys() - aliases.keys() - {f"{names.prefix}pos_emb.inv_freq"}
+    unknown = theirs.keys() - expected.keys() - aliases.keys()
     if unknown:
         raise UserError(
             f"{source}: unknown weight '{ascii(min(unknown))[1:-1][:120]}'; such a model cannot be converted"
@@ -200,7 +221,7 @@ def import_weights(
     ours: dict[str, Tensor] = {}
     for mapping in mappings:
         parts = [tensors[name].detach().float() for name in mapping.theirs]
-        ours |= _rearrange(parts, mapping.ours, reversed_rows=mapping.reversed_rows)
+        ours |= _rearrange(parts, mapping.ours, mapping)
     return ours
 
 
@@ -210,20 +231,27 @@ def export_weights(config: TransformerXLConfig, names: WeightNames, ours: Mappin
     Their models project every cluster with div_val above 1. Where ours has no projection (`project_same_width` is off),
     theirs is an identity matrix.
     """
+    return export_mapped(weight_mappings(config, names), ours)
+
+
+def export_mapped(mappings: Iterable[WeightMapping], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our weights under their names, as `export_weights` does, by a table."""
     theirs: dict[str, Tensor] = {}
     exported: set[str] = set()
-    for mapping in weight_mappings(config, names):
+    for mapping in mappings:
         parts = [ours[name].detach() if name in ours else torch.eye(*shape) for name, shape in mapping.ours.items()]
-        theirs |= _rearrange(parts, mapping.theirs, reversed_rows=mapping.reversed_rows)
+        theirs |= _rearrange(parts, mapping.theirs, mapping)
         exported |= mapping.ours.keys()
     assert ours.keys() <= exported, f"not in the table: {ours.keys() - exported}"
     return theirs
 
 
-def _rearrange(tensors: list[Tensor], shapes: Mapping[str, Shape], *, reversed_rows: bool) -> dict[str, Tensor]:
+def _rearrange(tensors: list[Tensor], shapes: Mapping[str, Shape], mapping: WeightMapping) -> dict[str, Tensor]:
     """Flatten and concatenate the tensors of one side of a mapping, and split the values into those of the other."""
-    if reversed_rows:
+    if mapping.reversed_rows:
         tensors = [tensor.flip(0) for tensor in tensors]
+    if mapping.transposed:
+        tensors = [tensor.flatten(1).T for tensor in tensors]
     values = tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
     parts = values.split([math.prod(shape) for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

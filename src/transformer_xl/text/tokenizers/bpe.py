@@ -46,7 +46,7 @@ PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, ch
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
 )
 """A text that shows whether a tokenizer is lossless."""
-DOCUMENT_ENDS = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"
+DOCUMENT_ENDS = "<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]"
 """Names of special tokens that end documents, the first that a tokenizer has."""
 # A space that precedes a word: the next character is neither ASCII whitespace (excluded by the first line) nor Unicode
 # whitespace (the second line, in UTF-8). `.{2}` requires all its bytes, at most three.

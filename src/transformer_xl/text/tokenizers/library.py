@@ -1,5 +1,5 @@
 """Tokenizers of other libraries as they are: any `tokenizer.json` of Hugging Face's `tokenizers`, such as WordPiece and
-Unigram, and the `.model` files of sentencepiece.
+Unigram, and the `.model` files of sentencepiece, also with the text changed first as XLNet's code does.
 
 The library encodes each line by itself, with its newline, so that splitting a text at newlines does not change its
 tokens. It may change the text (case, accents, whitespace, unknown words), so decoding does not always restore it, and
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,12 +28,16 @@ from transformer_xl.config.extras import missing_extra
 from transformer_xl.text.tokenizers import bpe
 from transformer_xl.text.tokenizers.base import EncodedChunk, NamedToken, Tokenizer, decode_utf8, token_dtype, words_at
 
-LibraryName = Literal["tokenizers", "sentencepiece"]
+LibraryName = Literal["tokenizers", "sentencepiece", "xlnet"]
+"""xlnet: sentencepiece, between the rules of XLNet's code (`_xlnet`)."""
 Tokens = tuple[list[int], list[tuple[int, int]]]
 """Ids, and the start and end of each token in the text, in characters."""
 _BEGINNINGS = "<s>", "[BOS]", "[CLS]"  # names of special tokens that begin texts, where none ends documents
 
 _PADDINGS = "[PAD]", "<pad>", "<|pad|>"
+_SPACE = "\u2581"  # how sentencepiece writes a space in a token
+# what XLNet's rules leave as it is, white space, two quotation marks, and any other character
+_XLNET_UNITS = re.compile(r"[!-&(-_a-~]+|\s+|``|''|.", flags=re.DOTALL)
 
 
 class _Library(NamedTuple):
@@ -77,6 +83,60 @@ def _sentencepiece(content: str) -> _Library:
     return _Library(names, loaded.unk_id(), special, encode, loaded.decode)
 
 
+def _xlnet(content: str) -> _Library:
+    """Return sentencepiece with the rules of XLNet's code (its prepro_utils.py) before and after it.
+
+    White space becomes one space, and two back quotes or apostrophes one quotation mark; NFKD, without combining
+    characters. A token that ends in a digit and a comma is split again: the digits by themselves, and the comma.
+    """
+    library = _sentencepiece(content)
+    ids = {name: index for index, name in enumerate(library.names)}
+    parts: dict[int, list[tuple[int, int]]] = {}  # of such a token: ids, and how many characters follow each
+    for name, index in ids.items():
+        if len(name) > 1 and name[-1] == "," and name[-2].isdigit():
+            ((in_number, _),) = library.encode([name[:-1].replace(_SPACE, "")])
+            names = [library.names[part] for part in in_number]
+            if names and name[0] != _SPACE:  # sentencepiece puts a space before what it encodes
+                names[0] = names[0].removeprefix(_SPACE)
+            names = [*filter(None, names), ","]
+            lengths = [len(part.removeprefix(_SPACE)) for part in names]
+            after = [sum(lengths[number + 1 :]) for number in range(len(names))]
+            parts[index] = [(ids.get(part, library.unk_id or 0), rest) for part, rest in zip(names, after, strict=True)]
+
+    def encode(lines: list[str]) -> list[Tokens]:
+        changed = [_xlnet_text(line) for line in lines]
+        result = list[Tokens]()
+        for tokens, (_, origins) in zip(library.encode([text for text, _ in changed]), changed, strict=True):
+            split, places = list[int](), list[tuple[int, int]]()
+            for index, (start, end) in zip(*tokens, strict=True):
+                for part, after in parts.get(index, [(index, 0)]):
+                    stop = max(end - after, start)
+                    split.append(part)
+                    places.append((origins[start], origins[stop]))
+                    start = stop
+            result.append((split, places))
+        return result
+
+    return library._replace(encode=encode)
+
+
+def _xlnet_text(line: str) -> tuple[str, list[int]]:
+    """Return a line as XLNet's code changes it, and for each character and the end its place in the line."""
+    text, origins, first = list[str](), list[int](), len(line) - len(line.lstrip())
+    for match in _XLNET_UNITS.finditer(line.strip()):
+        unit, start = match[0], first + match.start()
+        if unit.isspace() or unit in ("``", "''"):
+            unit = " " if unit.isspace() else '"'
+        elif len(unit) == 1:
+            unit = "".join(one for one in unicodedata.normalize("NFKD", unit) if not unicodedata.combining(one))
+        text.append(unit)
+        origins += range(start, start + len(unit)) if len(unit) == len(match[0]) else [start] * len(unit)
+    return "".join(text), [*origins, first + len(line.strip())]
+
+
+_LIBRARIES = {"tokenizers": _tokenizers, "sentencepiece": _sentencepiece, "xlnet": _xlnet}
+
+
 @dataclass(frozen=True, repr=False)
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of another library."""
@@ -91,7 +151,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _library(self) -> _Library:
-        return _tokenizers(self.content) if self.library == "tokenizers" else _sentencepiece(self.content)
+        return _LIBRARIES[self.library](self.content)
 
     @property
     def names(self) -> list[str]:
@@ -194,7 +254,7 @@ class LibraryTokenizer(Tokenizer):
             with bpe.library_errors(library):
                 bpe.check_ids(content)
             tokenizer = cls(library, json.dumps(content))
-        elif library == "sentencepiece" and isinstance(content, str):
+        elif library in ("sentencepiece", "xlnet") and isinstance(content, str):
             tokenizer = cls(library, content)
         else:
             raise ValueError("it has no model")
