@@ -23,13 +23,10 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, XLNetConfig, XLNetForSequenceClassification, XLNetLMHeadModel
 
 from transformer_xl import load
-from transformer_xl.config import ARCHITECTURES
-from transformer_xl.integrations.checkpoints import huggingface
-from transformer_xl.ops import relative_attention
-from transformer_xl.ops.relative_attention import SegmentTerm
+from transformer_xl.model.memory import ContextLimits, HiddenMemory
 from transformer_xl.text.tokenizers.library import LibraryTokenizer
+from transformer_xl.xlnet.two_streams import XLNet, visible_in_order
 
-pytestmark = pytest.mark.skipif("xlnet" not in ARCHITECTURES, reason="needs the architecture xlnet")
 Capture = pytest.CaptureFixture[str]
 SIZES = {"d_model": 8, "n_layer": 2, "n_head": 2, "d_head": 4, "d_inner": 11}
 SPIECE = xlnet_model()
@@ -107,70 +104,33 @@ def test_folders_go_both_ways_bit_for_bit(as_bin: bool, is_tied: bool, tmp_path:
     assert {name: value for name, value in again.items() if config.get(name) != value} == {}
 
 
-def streams_of(
-    weights: dict[str, Tensor], tokens_BT: Tensor, memory_LBMD: Tensor, may_see_BTT: Tensor, segments_BT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the last hidden states (B, T, D) of both streams, computed from a run's weights by the public operator."""
-    batch_size, num_tokens = tokens_BT.shape
-    num_keys = memory_LBMD.shape[2] + num_tokens
-    distance_P1 = torch.arange(num_keys - 1.0, -num_tokens, -1)[:, None]
-    angles = distance_P1 / 10000 ** (torch.arange(0, SIZES["d_model"], 2) / SIZES["d_model"])
-    encodings_PD, heads = torch.cat([angles.sin(), angles.cos()], 1), (SIZES["n_head"], SIZES["d_head"])
-    content_BTD = weights["embedding.tables.0"][tokens_BT]
-    query_BTD = weights["mask_embedding"].expand_as(content_BTD)
-    sees_memory = torch.ones(batch_size, num_tokens, num_keys - num_tokens, dtype=torch.bool)
-    in_memory = torch.zeros(batch_size, num_keys - num_tokens, dtype=torch.long)
-    for index, memory_BMD in enumerate(memory_LBMD):
-
-        def layer(name: str, index: int = index) -> Tensor:
-            return weights[f"layers.{index}.{name}"]
-
-        def project(name: str, x: Tensor, layer: Any = layer) -> Tensor:
-            return (x @ layer(f"attention.{name}_proj.weight").T).unflatten(-1, heads)
-
-        def norm(part: str, x: Tensor, layer: Any = layer) -> Tensor:
-            name = f"{part}.norm."
-            return torch.nn.functional.layer_norm(x, x.shape[-1:], layer(f"{name}weight"), layer(f"{name}bias"), 1e-12)
-
-        keys_BSD = torch.cat([memory_BMD, content_BTD], 1)
-        segments = SegmentTerm(
-            segments_BT, torch.cat([in_memory, segments_BT], 1),
-            weights["segment_embedding"][index], weights["segment_bias"][index],
-        )  # fmt: skip
-        itself, both = torch.eye(num_tokens, dtype=torch.bool), list[Tensor]()
-        for x_BTD, seen_BTT in ((content_BTD, may_see_BTT | itself), (query_BTD, may_see_BTT)):
-            attended = relative_attention(
-                project("q", x_BTD), project("k", keys_BSD), project("v", keys_BSD), project("r", encodings_PD),
-                weights["content_bias"][index], weights["position_bias"][index], causal=False, segments=segments,
-                mask=torch.cat([sees_memory, seen_BTT], 2)[:, None],
-            )  # fmt: skip
-            x = norm("attention", x_BTD + attended.flatten(2) @ layer("attention.o_proj.weight").T)
-            up = x @ layer("feed_forward.up_proj.weight").T + layer("feed_forward.up_proj.bias")
-            inner = torch.nn.functional.gelu(up, approximate="tanh")
-            down = inner @ layer("feed_forward.down_proj.weight").T + layer("feed_forward.down_proj.bias")
-            both.append(norm("feed_forward", x + down))
-        content_BTD, query_BTD = both
-    return content_BTD, query_BTD
-
-
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6], [4, 1, 6, 0, 3, 2, 5]], ids=["left to right", "permuted"])
 def test_both_streams_are_those_of_transformers(order: list[int], tmp_path: Path) -> None:
     """With memory and two segments."""
     model, generator = their_model(), torch.Generator().manual_seed(3)
-    weights = huggingface.read(hub_folder(tmp_path / "hub", model)).weights
+    hub_folder(tmp_path / "hub", model)
+    assert txl("convert", tmp_path / "hub", tmp_path / "run").status == 0
+    run = load(tmp_path / "run")
+    assert isinstance(run.model, XLNet)
     tokens_BT = torch.randint(VOCAB_SIZE, (3, len(order)), generator=generator)
     segments_BT = torch.randint(2, (3, len(order)), generator=generator)
     memory_LBMD = torch.randn(2, 3, 5, 8, generator=generator)
-    rank_T = torch.tensor(order).argsort()
-    may_see_BTT = (rank_T[None, :, None] > rank_T[None, None]).expand(3, -1, -1)
+    rank_BT = torch.tensor(order).argsort().expand(3, -1)
+    may_see_BTT = visible_in_order(rank_BT)
+    memory = run.model.initial_memory(3, ContextLimits(5))
+    assert isinstance(memory, HiddenMemory)
+    filled = {"hidden": memory_LBMD.transpose(0, 1), "valid": torch.full((3,), 5), "position": torch.full((3,), 5)}
+    targets_BT = torch.arange(len(order)).expand(3, -1)
     with torch.no_grad():
-        ours = streams_of(weights, tokens_BT, memory_LBMD, may_see_BTT, segments_BT)
+        ours = run.model.two_streams(
+            tokens_BT, memory.with_stacked(filled), visible=may_see_BTT, targets=targets_BT, segments=segments_BT
+        )
         *_, content_BTD, query_BTD = model.transformer(
             tokens_BT, mems=[*memory_LBMD.transpose(1, 2)], perm_mask=(~may_see_BTT).float(), use_mems=True,
             target_mapping=torch.eye(len(order)).expand(3, -1, -1), token_type_ids=segments_BT,
             output_hidden_states=True,
         ).hidden_states  # fmt: skip
-    torch.testing.assert_close(ours, (content_BTD, query_BTD), atol=1e-5, rtol=0)
+    torch.testing.assert_close((ours.content_BTD, ours.query_BQD), (content_BTD, query_BTD), atol=1e-5, rtol=0)
 
 
 def test_transformers_opens_what_is_written(tmp_path: Path) -> None:
