@@ -59,6 +59,7 @@ export class Editor {
   text = "";
   /** @type {number[]} */ ends = []; // offset after each token; that of a character of several tokens is the last one's
   composing = false;
+  last = [0, 0]; // the last selection
   #lines = [""];
   /** @type {HTMLElement[]} */ #divs = [];
   #starts = [0];
@@ -87,7 +88,7 @@ export class Editor {
       let shown = name;
       if (pending || name.startsWith("bytes:")) {
         const bytes = pending ? Uint8Array.from([...pending, ...bytesOf(name)]) : bytesOf(name);
-        pending = isIncomplete(bytes) && index + 1 < names.length ? bytes : null;
+        pending = isIncomplete(bytes) && /^bytes:\\x[89ab]/.test(names[index + 1]) ? bytes : null;
         shown = pending ? "" : visible(new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes));
       } else shown = name ? visible(name) : "\u2205";
       parts.push(shown);
@@ -128,7 +129,7 @@ export class Editor {
     let last = 0;
     while (last < shortest - same && lines.at(-1 - last) === old.at(-1 - last)) last++;
     if (same === old.length && same === lines.length) return;
-    const selection = this.selection();
+    const selection = this.selected();
     for (const div of this.#divs.splice(same, old.length - last - same)) {
       const chunk = div.parentElement;
       div.remove();
@@ -142,7 +143,7 @@ export class Editor {
       this.#starts.push(start);
       start += line.length + 1;
     }
-    if (selection) this.select(...selection);
+    this.select(...selection);
   }
 
   #insertLines(at, lines) {
@@ -218,17 +219,19 @@ export class Editor {
     return this.#starts[line] + length;
   }
 
-  /** Offsets of anchor and focus of the selection, or null if it is elsewhere. @returns {[number, number]|null} */
-  selection() {
+  /** Offsets of anchor and focus of the selection, or of the last one if the text has not the focus. */
+  selected() {
     const { anchorNode, anchorOffset, focusNode, focusOffset } = getSelection();
-    if (!anchorNode) return null;
+    if (!anchorNode || document.activeElement !== this.root) return this.last;
     const [anchor, focus] = [this.offset(anchorNode, anchorOffset), this.offset(focusNode, focusOffset)];
-    return anchor === null || focus === null ? null : [anchor, focus];
+    return anchor === null || focus === null ? this.last : this.last = [anchor, focus];
   }
 
+  /** Select what is between two offsets, now if the text has the focus, else when it gets it. */
   select(anchor, focus = anchor) {
-    const limit = (offset) => Math.min(offset, this.text.length);
-    getSelection().setBaseAndExtent(...this.position(limit(anchor)), ...this.position(limit(focus)));
+    this.last = [Math.min(anchor, this.text.length), Math.min(focus, this.text.length)];
+    if (document.activeElement !== this.root) return;
+    getSelection().setBaseAndExtent(...this.position(this.last[0]), ...this.position(this.last[1]));
   }
 
   /** The offset nearest to a point of the window. */

@@ -9,7 +9,7 @@ import { linkFragment, linkedText, Work } from "./work.js";
 
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest color
 const STRONG_DIFFERENCE = 4;
-const TYPING_PAUSE = 300; // ms without a key, after which what was typed is read
+const TYPING_PAUSE = 200; // ms without a key, after which what was typed is read
 const LONG = 20_000; // tokens, from which other memory lengths are not read before they are chosen
 const SETTINGS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
 const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, paint: "surprisal" };
@@ -158,24 +158,23 @@ function showLegend() {
 function showFinding() {
   const root = element("finding");
   const [with_, without] = [text.mean(memory()), text.mean(0)];
-  root.replaceChildren();
-  if (settings.paint === "attention") {
-    root.textContent = looked ? `Token ${count(looked.index)} (${quoted(nameOf(text.ids[looked.index]))}) looks at the colored ones.`
-      : asking ? "Reading the text \u2026" : "Click or tap a token to see where it looks.";
-    if (!model?.attention) root.textContent = "This model has no attention by distance to show.";
-  } else if (settings.paint === "memory" && !hasMemory(model)) root.textContent = "This model has no memory.";
-  else if (settings.paint === "memory" && !memory()) root.textContent = "Choose a memory length above 0 to see what it saves.";
-  else if (settings.paint === "memory" && without !== undefined && with_ !== undefined && !draft) {
-    root.append(`Memory of ${count(memory(), "token")} ${without < with_ ? "costs" : "saves"} ${
+  const hasBoth = settings.paint === "memory" && memory() && without !== undefined && with_ !== undefined && !draft;
+  if (hasBoth) {
+    root.replaceChildren(`Memory of ${count(memory(), "token")} ${without < with_ ? "costs" : "saves"} ${
       Math.abs(without - with_).toFixed(2)} of ${without.toFixed(2)} bits per token. Most at `);
     for (const { word, saved, offset } of mostSaved(3)) {
-      const button = make("button", quoted(word));
-      button.dataset.offset = offset;
-      root.append(button, ` ${saved.toFixed(1)} bits `);
+      root.append(make("button", quoted(word), "", { "data-offset": offset }), ` ${saved.toFixed(1)} bits `);
     }
-  } else if (settings.paint === "surprisal") {
-    root.textContent = text.length ? "The stronger the color, the less the model expected what stands there." : "";
+    return;
   }
+  say("finding", {
+    surprisal: () => text.length ? "The stronger the color, the less the model expected what stands there." : "",
+    memory: () => !hasMemory(model) ? "This model has no memory."
+      : memory() ? "" : "Choose a memory length above 0 to see what it saves.",
+    attention: () => !model?.attention ? "This model has no attention by distance to show."
+      : looked ? `Token ${count(looked.index)} (${quoted(nameOf(text.ids[looked.index]))}) looks at the colored ones.`
+        : asking ? "Reading the text \u2026" : "Click or tap a token to see where it looks.",
+  }[settings.paint]());
 }
 
 // The words at which memory saves most, each once.
@@ -191,18 +190,25 @@ function mostSaved(number) {
   return [...words.values()].sort((first, second) => second.saved - first.saved).slice(0, number);
 }
 
+// Screen readers hear what changes, so nothing is written twice.
+function say(id, words) {
+  if (element(id).textContent !== words) element(id).textContent = words;
+}
+
 let progress = "";
 function showStatus() {
   const mean = text.mean(memory());
   const of = hasMemory(model) ? ` with a memory of ${count(memory(), "token")}` : "";
   const state = running ? "writing \u2026" : progress;
-  element("status").ariaLive = state ? "off" : "polite"; // screen readers read it when the text is done
-  element("status").textContent = [text.length ? count(text.length, "token") : "", mean === undefined ? ""
-    : `${mean.toFixed(2)} bits per token${of}`, state].filter(Boolean).join("; ");
+  const isBusy = Boolean(running || draft || reading);
+  element("text").ariaBusy = String(isBusy);
+  element("status").ariaLive = isBusy ? "off" : "polite"; // screen readers read it when the text is done
+  say("status", [text.length ? count(text.length, "token") : "", mean === undefined ? ""
+    : `${mean.toFixed(2)} bits per token${of}`, state].filter(Boolean).join("; "));
   element("reroll").disabled = running !== null || currentNode()?.kind !== "model";
   const where = place() < shownIds().length ? "Continue at the cursor" : "Continue";
   element("go").textContent = running ? "Stop (Esc)" : where;
-  element("text").setAttribute("aria-readonly", String(running !== null));
+  element("text").ariaReadOnly = String(running !== null);
 }
 
 // The chosen token
@@ -334,7 +340,8 @@ function edit(start, end, inserted) {
   if (old) [first, last] = [Math.min(first, old.at), Math.max(last, old.at + old.width)];
   // the tokens of a word depend on all of it
   const from = first;
-  for (let back = 0; back < 64 && first > 0 && isYours(first - 1) && (first === from || !/^\s/.test(nameOf(ids[first]))); back++) first--;
+  const isNew = !old || first < old.at;
+  for (let back = 0; isNew && back < 64 && first > 0 && isYours(first - 1) && (first === from || !/^\s/.test(nameOf(ids[first]))); back++) first--;
   first = editor.firstOf(first);
   for (let ahead = 0; ahead < 64 && last < ids.length && isYours(last) && !/^\s/.test(nameOf(ids[last])); ahead++) last++;
   last = last > first && last < ids.length ? lastOf(last - 1) + 1 : last;
@@ -374,11 +381,9 @@ async function tokenized() {
       ? (await post("tokenize", { model: model.id, prompt: own.value, add_special_tokens: false })).tokens : [];
     await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
-    const selection = editor.selection();
     draft = null;
     replace(own.first, own.last, ids);
     showText(own.first);
-    if (selection) editor.select(...selection);
     showBranches();
     keep();
   }
@@ -422,9 +427,8 @@ function replace(first, last, ids) {
 
 // Number of tokens before the cursor, which goes on after whole characters.
 function place() {
-  const offset = document.activeElement === editor.root || chosen !== null ? editor.selection()?.[1] : undefined;
-  return !offset && offset !== 0 || offset >= editor.text.length ? shownIds().length
-    : editor.firstOf(offset ? editor.tokenAt(offset - 1) + 1 : 0);
+  const [, offset] = editor.selected();
+  return offset >= editor.text.length ? shownIds().length : editor.firstOf(offset ? editor.tokenAt(offset - 1) + 1 : 0);
 }
 
 // Follow what is written, unless the reader has scrolled away.
@@ -445,9 +449,11 @@ function wantedLengths() {
 
 async function readAll() {
   reading?.abort();
-  if (running || draft || !text.length) return;
+  reading = null;
+  if (running || draft || !text.length) return showStatus();
   const { signal } = reading = new AbortController();
   const own = text;
+  showStatus();
   try {
     for (const length of wantedLengths()) {
       if (own.known(length) >= own.length) continue;
@@ -456,18 +462,17 @@ async function readAll() {
         const known = own.known(length);
         progress = known < own.length ? `reading with a memory of ${count(length)}: ${Math.floor(100 * known / own.length)}%` : "";
         if ([0, memory()].includes(length)) repaint();
-        showStatus();
+        if (progress) showStatus();
       });
       if (signal.aborted || own !== text) return;
       showMemory();
-      showLegend();
-      showStatus();
+      if ([0, memory()].includes(length)) showLegend();
       await keep();
     }
     showServerSessions().catch(() => {});
     if (chosen !== null) showToken();
   } finally {
-    if (reading?.signal === signal) progress = "";
+    if (reading?.signal === signal) [reading, progress] = [null, ""];
     showStatus();
   }
 }
@@ -512,8 +517,8 @@ async function write(signal, end = text.length, isOther = false) {
   try {
     for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
       await fetchNames(tokens.map(({ id }) => id));
-      const [from, selection] = [text.length, editor.selection()];
-      const wasAtEnd = selection?.[0] === editor.text.length && selection[1] === selection[0];
+      const from = text.length;
+      const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
       text.append(tokens);
       work.touch(part);
       editor.show(text.ids.map(nameOf), from);
@@ -541,17 +546,13 @@ const goOn = () => {
 const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, true));
 
 const takeInstead = (index, id) => writing(async () => {
-  replaceAsBranch(index, [id]);
+  const [parent, at] = text.place(index);
+  work.current = work.add(parent, at, "you", model.id, [id]).id;
+  fresh = new Set();
   await fetchNames([id]);
   showText(index);
+  editor.select(editor.text.length);
 });
-
-// A branch of what is before a token, and other tokens.
-function replaceAsBranch(index, ids) {
-  const [parent, at] = text.place(index);
-  work.current = work.add(parent, at, "you", model.id, ids).id;
-  fresh = new Set();
-}
 
 // A text of its own.
 async function begin(value) {
@@ -559,9 +560,8 @@ async function begin(value) {
   fresh = new Set();
   undone = { back: [], forth: [] };
   showAll();
+  isFollowing = false; // from its beginning
   type(0, 0, value);
-  editor.scroller.scrollTop = 0;
-  editor.select(0);
   await readDraft();
 }
 
@@ -616,7 +616,7 @@ function describe(node, length) {
   const readable = isReadable(node);
   if (!readable) return { readable, label: `${count(length, "token")} that no model here can read, of ${node.model}` };
   if (node.model !== model.id) return { readable, label: `${count(length, "token")} of ${node.model}` };
-  const words = quoted(textOf(node.ids.slice(0, 40)).replace(/\s+/g, " ")).replaceAll("\u00b7", " ");
+  const words = quoted(textOf(node.ids.slice(0, 40)).replace(/\s+/g, " ").replace(/\ufffd+$/, "")).replaceAll("\u00b7", " ");
   const first = node.parent === null || !node.ids.length ? "" : `${quoted(nameOf(node.ids[0]))} \u2013 `;
   return { readable, label: `${first}${node.ids.length ? words : "(the end)"} (${count(length, "token")})` };
 }
@@ -652,6 +652,7 @@ async function showCurrent() {
   const starts = [...work.nodes.values()].filter((node) => node.model === model.id).flatMap((node) => node.ids.slice(0, 40));
   await fetchNames([...own.ids, ...starts]);
   showAll();
+  editor.select(editor.text.length);
   showLegend();
   keep();
   attempt(readAll)();
@@ -683,9 +684,9 @@ async function merge(touched) {
   if (running || draft || !model) return;
   if (!text.spans.some(({ node }) => touched.has(node.id))) return showBranches();
   if (currentNode() === null) work.current = null;
-  const selection = editor.selection();
+  const selection = editor.selected();
   await showCurrent();
-  if (selection) editor.select(...selection);
+  editor.select(...selection);
 }
 
 function chooseModel(id) {
@@ -802,7 +803,6 @@ async function start() {
   showSettings();
   await showCurrent();
   editor.root.focus({ preventScroll: true });
-  editor.select(editor.text.length);
   await openLink();
 }
 
@@ -823,7 +823,7 @@ on("examples", "click", async ({ target }) => {
   await begin(EXAMPLES[example][1]);
 });
 on("go", "click", () => running ? running.abort() : goOn());
-look("go", "pointerdown", (event) => event.preventDefault()); // the text keeps its cursor
+look("go", "pointerdown", (event) => { if (document.activeElement === editor.root) event.preventDefault(); }); // it keeps the focus
 on("reroll", "click", reroll);
 on("fresh", "click", async () => {
   if (running) return;
@@ -886,20 +886,27 @@ on("sessions", "click", async ({ target }) => {
 look("sessions-details", "toggle", showServerSessions);
 
 // The text
+const selected = () => editor.selected().toSorted((first, second) => first - second);
 look("text", "beforeinput", (event) => {
   if (event.isComposing || event.inputType === "insertCompositionText") return; // read when it has ended
   event.preventDefault();
-  const [range] = event.getTargetRanges();
-  const ends = range && [editor.offset(range.startContainer, range.startOffset), editor.offset(range.endContainer, range.endOffset)];
-  const [start, end] = (ends ?? editor.selection() ?? [editor.text.length, editor.text.length]).toSorted((a, b) => a - b);
+  const [range] = event.getTargetRanges(); // of what is dropped or replaced
+  if (range) getSelection().setBaseAndExtent(range.startContainer, range.startOffset, range.endContainer, range.endOffset);
+  else if (event.inputType.startsWith("delete") && getSelection().isCollapsed) {
+    getSelection().modify("extend", event.inputType.endsWith("Forward") ? "forward" : "backward",
+      event.inputType.includes("Word") ? "word" : event.inputType.includes("Line") ? "lineboundary" : "character");
+  }
+  const [start, end] = selected();
   if (/^insert(Line|Paragraph)/.test(event.inputType)) type(start, end, "\n");
   else if (event.inputType.startsWith("insert")) type(start, end, event.data ?? event.dataTransfer?.getData("text/plain") ?? "");
   else if (event.inputType.startsWith("delete")) type(start, end, "");
 });
+document.addEventListener("selectionchange", () => editor.selected());
+look("text", "focus", () => { if (!editor.root.matches(":active")) editor.select(...editor.last); });
 let composed = 0;
 look("text", "compositionstart", () => {
   editor.composing = true;
-  composed = editor.lineOf(editor.selection()?.[0] ?? 0);
+  composed = editor.lineOf(editor.selected()[0]);
 });
 look("text", "compositionend", () => {
   editor.composing = false;
@@ -909,29 +916,24 @@ look("text", "compositionend", () => {
   while (rest < Math.min(before.length, after.length) - same && before.at(-1 - rest) === after.at(-1 - rest)) rest++;
   type(start + same, start + before.length - rest, after.slice(same, after.length - rest));
 });
-look("text", "copy", (event) => {
-  event.preventDefault();
-  const [start, end] = (editor.selection() ?? [0, 0]).toSorted((a, b) => a - b);
-  event.clipboardData.setData("text/plain", realText(start, end));
-});
-look("text", "cut", (event) => {
-  event.preventDefault();
-  const [start, end] = (editor.selection() ?? [0, 0]).toSorted((a, b) => a - b);
-  event.clipboardData.setData("text/plain", realText(start, end));
-  type(start, end, "");
-});
-let byPointer = null; // the token that was clicked, where the cursor is before or after it
+for (const name of ["copy", "cut"]) {
+  look("text", name, (event) => {
+    event.preventDefault();
+    const [start, end] = selected();
+    event.clipboardData.setData("text/plain", realText(start, end));
+    if (name === "cut") type(start, end, "");
+  });
+}
 look("text", "click", ({ clientX, clientY, detail }) => {
   const index = draft || detail > 1 ? null : editor.tokenUnder(clientX, clientY);
-  byPointer = index;
   if (index !== null) choose(index);
   else if (!draft) release();
   showStatus();
 });
 let moved = 0;
-look("text", "keyup", ({ key }) => {
-  if (!/^(Arrow|Home|End|Page)/.test(key) || draft) return;
-  const [anchor, focus] = editor.selection() ?? [0, 1];
+look("text", "keyup", ({ key, altKey }) => {
+  if (!/^(Arrow|Home|End|Page)/.test(key) || altKey || draft) return;
+  const [anchor, focus] = editor.selected();
   showStatus();
   clearTimeout(moved);
   if (anchor !== focus || !text.length) return;

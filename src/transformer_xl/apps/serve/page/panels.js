@@ -75,7 +75,7 @@ export function showCurve(root, lengths, means, chosen) {
   }
   lengths.forEach((length, index) => svg.append(draw("text", { x: x(index), y: height - 14, "text-anchor": anchorOf(index),
     class: length === chosen ? "chosen" : "" }, length >= 1024 ? `${+(length / 1024).toFixed(1)}k` : length)));
-  svg.append(draw("text", { x: width / 2, y: height - 1, "text-anchor": "middle" }, "memory, in tokens; mean bits per token above it"));
+  svg.append(draw("text", { x: width / 2, y: height - 1, "text-anchor": "middle" }, "memory length in tokens; the curve is mean bits per token"));
   svg.setAttribute("aria-label", `Mean surprisal by memory length: ${points.map(({ length, mean }) => (
     `${count(length)} tokens ${mean.toFixed(2)} bits`)).join(", ")}`);
   root.replaceChildren(...(points.length ? [svg] : []));
@@ -90,7 +90,8 @@ export function showTree(root, work, path, describe) {
     for (;;) {
       const last = chain.at(-1);
       const children = work.children(last.id);
-      const [next] = children.length === 1 && children[0].at === last.ids.length ? children : [];
+      const after = children.filter(({ at }) => at === last.ids.length);
+      const next = after.length === 1 ? after[0] : null;
       forks.push(...children.filter((child) => child !== next).sort((first, second) => first.at - second.at));
       if (!next) break;
       chain.push(next);
