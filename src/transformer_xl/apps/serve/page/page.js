@@ -302,7 +302,7 @@ function strongest() {
   return weights.map((weight, distance) => ({ weight, distance })).sort((first, second) => second.weight - first.weight)
     .slice(0, NUM_ALTERNATIVES).map(({ weight, distance }) => ({
       label: distance > index ? "beginning" : quoted(nameOf(text.ids[index - distance])), part: weight / highest,
-      value: `${weight.toPrecision(2)}, ${distance} back`, to: distance > index ? undefined : index - distance }));
+      value: `${weight.toPrecision(2)}, ${count(distance, "token")} back`, to: distance > index ? undefined : index - distance }));
 }
 
 function chooseAndShow(index) {
