@@ -351,7 +351,6 @@ function edit(start, end, inserted) {
   draft = { first, last: old && last === old.at + old.width ? old.last : inText(last), value };
   showText(first);
   editor.select(start + inserted.length);
-  follow();
   showStatus();
   clearTimeout(typing);
   reading?.abort();
@@ -363,6 +362,7 @@ function type(start, end, inserted) {
   if (running || !model || start === end && !inserted) return;
   report(null);
   undone.back.push(edit(start, end, inserted.replaceAll("\r\n", "\n")));
+  editor.reveal(editor.selected()[1]);
   if (undone.back.length > 1000) undone.back.shift();
   undone.forth = [];
 }
@@ -431,11 +431,8 @@ function place() {
   return offset >= editor.text.length ? shownIds().length : editor.firstOf(offset ? editor.tokenAt(offset - 1) + 1 : 0);
 }
 
-// Follow what is written, unless the reader has scrolled away.
-let isFollowing = true;
-function follow() {
-  if (isFollowing) editor.scroller.scrollTop = editor.scroller.scrollHeight;
-}
+// Whether the end of the text is in view: what is written is followed then, but not if the reader has scrolled away.
+const isAtEnd = ({ scrollTop, clientHeight, scrollHeight }) => scrollTop + clientHeight > scrollHeight - 40;
 
 // Reading: the chosen memory length first, no memory next, then the others, nearest first
 
@@ -467,7 +464,7 @@ async function readAll() {
       if (signal.aborted || own !== text) return;
       showMemory();
       if ([0, memory()].includes(length)) showLegend();
-      await keep();
+      keep();
     }
     showServerSessions().catch(() => {});
     if (chosen !== null) showToken();
@@ -512,19 +509,20 @@ async function write(signal, end = text.length, isOther = false) {
   undone = { back: [], forth: [] };
   showText(end);
   editor.select(editor.text.length);
-  isFollowing = true;
+  editor.reveal(editor.text.length);
   const { max_tokens, temperature, top_p, top_k, min_p } = settings;
   try {
     for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
       await fetchNames(tokens.map(({ id }) => id));
       const from = text.length;
+      const follows = isAtEnd(editor.scroller);
       const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
       text.append(tokens);
       work.touch(part);
       editor.show(text.ids.map(nameOf), from);
       element("start").hidden = true;
       if (wasAtEnd) editor.select(editor.text.length);
-      follow();
+      if (follows) editor.scroller.scrollTop = editor.scroller.scrollHeight;
       repaint();
       showStatus();
     }
@@ -539,8 +537,8 @@ async function write(signal, end = text.length, isOther = false) {
 
 const goOn = () => {
   const end = place();
-  const isAtEnd = end >= shownIds().length;
-  return writing((signal) => write(signal, isAtEnd ? text.length : Math.min(end, text.length)));
+  const isLast = end >= shownIds().length;
+  return writing((signal) => write(signal, isLast ? text.length : Math.min(end, text.length)));
 };
 
 const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, true));
@@ -560,8 +558,7 @@ async function begin(value) {
   fresh = new Set();
   undone = { back: [], forth: [] };
   showAll();
-  isFollowing = false; // from its beginning
-  type(0, 0, value);
+  edit(0, 0, value);
   await readDraft();
 }
 
@@ -960,10 +957,7 @@ look("scroller", "pointerleave", () => {
   pointed = null;
   element("tip").hidden = true;
 });
-look("scroller", "scroll", ({ target }) => {
-  isFollowing = target.scrollTop + target.clientHeight > target.scrollHeight - 40;
-  repaint(false);
-});
+look("scroller", "scroll", () => repaint(false));
 addEventListener("resize", () => repaint());
 document.addEventListener("keydown", attempt((event) => {
   const { key, code, altKey, shiftKey } = event;
