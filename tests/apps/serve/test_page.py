@@ -103,8 +103,6 @@ def open_page(browser):
 
 @pytest.fixture
 def tab(open_page, served):
-    for session in served[0].get("/v1/sessions").json()["data"]:
-        served[0].delete(f"/v1/sessions/{session['id']}")
     opened = open_page(str(served[0].base_url).rstrip("/"))
     opened.locator("#model option").first.wait_for(state="attached")
     return opened
@@ -219,15 +217,14 @@ def test_typed_text_is_scored_and_continued_as_in_python(tab, run: Run) -> None:
     assert ids_of(tab) == [*ids, *b"thhen"]
     tab.keyboard.press("Control+y")
     settled(tab)
-    tab.keyboard.press("Control+End")
-    go_on(tab, seed=6)
-    made = generate(run, [*ids, *b"then"], max_new_tokens=12, seed=6, **SETTINGS)
-    assert ids_of(tab) == [*ids, *b"then", *made.token_ids]
-    assert kept(tab)["kinds"] == "y" * NUM_BYTES + "m" * 12 + "y" * 4 + "m" * 12
+    own = kept(tab)
+    assert (own["ids"], own["kinds"]) == ([*ids, *b"then"], "y" * NUM_BYTES + "m" * 12 + "y" * 4)
 
 
 def test_long_text_is_read_in_parts_and_again_without_the_server(tab, served, run: Run) -> None:
     """The sums are those of one reading; sessions are only what saves reading again."""
+    for session in served[0].get("/v1/sessions").json()["data"]:
+        served[0].delete(f"/v1/sessions/{session['id']}")
     write(tab, LONG)
     go_on(tab)
     ids = ids_of(tab)
@@ -412,7 +409,7 @@ def test_screen_readers_hear_results_only(tab) -> None:
       }).observe(document.body, { subtree: true, childList: true, characterData: true });
     }""")
     write(tab, "abc")
-    go_on(tab, max_tokens=40)
+    go_on(tab, max_tokens=20)
     assert "status" in tab.evaluate("said")
     assert len(tab.evaluate("said")) <= 10
     tab.evaluate("said.length = 0")
@@ -471,8 +468,8 @@ def test_text_is_followed_unless_the_reader_has_scrolled_away(tab) -> None:
     assert tab.locator("#error").is_hidden()
 
 
-def test_errors_can_be_tried_again(tab) -> None:
-    """The text and the focus are as they were."""
+def test_errors_can_be_tried_again_and_examples_say_what_memory_saves(tab) -> None:
+    """The text and the focus are as they were; an example then opens in its place."""
     tab.route("**/v1/completions", lambda route: route.abort())
     tab.focus("#text")
     tab.keyboard.insert_text("abc")
@@ -483,6 +480,20 @@ def test_errors_can_be_tried_again(tab) -> None:
     tab.locator("#status", has_text="bits per token").wait_for()
     assert tab.locator("#error").is_hidden()
     assert tab.evaluate("document.activeElement.id") == "text"
+    # from the address alone: a click, and a sentence names words, which can be gone to
+    tab.click("#fresh")
+    assert "memory" in tab.locator("#start p").first.inner_text()
+    assert tab.locator("#examples button").count() == 3
+    tab.locator("#examples button").first.click()
+    word = tab.locator("#finding button").first
+    word.wait_for()
+    assert re.search(
+        r"Memory of 11 tokens (saves|costs) [\d.]+ of [\d.]+ bits per token", tab.locator("#finding").inner_text()
+    )
+    assert tab.locator("#paints input:checked").get_attribute("value") == "memory"
+    word.click()
+    tab.locator("#token-values", has_text="memory saves").wait_for()
+    assert tab.locator("#boxes div").count() >= 1
 
 
 def test_work_is_kept_and_a_link_has_the_text(tab, served, browser) -> None:
@@ -497,6 +508,7 @@ def test_work_is_kept_and_a_link_has_the_text(tab, served, browser) -> None:
     tab.keyboard.press("Alt+2")
     with tab.expect_download() as download:
         tab.click("#picture")
+    assert tab.evaluate("document.activeElement.id") == "text"
     picture = ET.parse(download.value.path()).getroot()
     assert {node.tag.rpartition("}")[2] for node in picture.iter()} == {"svg", "rect", "text"}
     shown = "".join(node.text for node in picture.iter() if node.tag.endswith("text") and len(node.text or "") < 3)
@@ -610,7 +622,8 @@ def test_phone_width_dark_and_light(tab) -> None:
         assert 0 <= box["y"] <= 844 - box["height"]
         assert tab.evaluate("document.documentElement.scrollWidth") == 390
         if AXE.exists():
-            tab.evaluate(AXE.read_text())
+            if scheme == "light":
+                tab.evaluate(AXE.read_text())
             found = tab.evaluate(
                 "axe.run().then((all) => all.violations.map(({ id, impact, nodes }) => [id, impact, nodes[0].html]))"
             )
@@ -618,22 +631,6 @@ def test_phone_width_dark_and_light(tab) -> None:
         tab.locator("#release").tap()
     named = "a => a.filter(e => !e.labels?.length && !e.textContent.trim() && !e.getAttribute('aria-label')).length"
     assert tab.locator("button, input, select, textarea").evaluate_all(named) == 0
-
-
-def test_examples_show_what_memory_saves(tab) -> None:
-    """From the address alone: a click, and the sentence names words, which can be gone to."""
-    assert "memory" in tab.locator("#start p").first.inner_text()
-    assert tab.locator("#examples button").count() == 3
-    tab.locator("#examples button").first.click()
-    word = tab.locator("#finding button").first
-    word.wait_for()
-    assert re.search(
-        r"Memory of 11 tokens (saves|costs) [\d.]+ of [\d.]+ bits per token", tab.locator("#finding").inner_text()
-    )
-    assert tab.locator("#paints input:checked").get_attribute("value") == "memory"
-    word.click()
-    tab.locator("#token-values", has_text="memory saves").wait_for()
-    assert tab.locator("#boxes div").count() >= 1
 
 
 def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) -> None:
@@ -650,10 +647,6 @@ def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) ->
         np.testing.assert_allclose(kept(tab)["bits"]["0"], expected.nats_K / np.log(2), atol=1e-3)
         tab.keyboard.press("Alt+3")
         assert "no attention" in tab.locator("#finding").inner_text()
-        tab.focus("#text")
-        tab.keyboard.press("Control+End")
-        go_on(tab)
-        assert len(ids_of(tab)) == NUM_BYTES + 12
         # back in the text of the first model
         tab.locator("#tree button.node").first.click()
         tab.locator("#status", has_text=f"{NUM_BYTES} tokens").wait_for()

@@ -2,7 +2,7 @@
 
 import { colourOf, Editor, joined, NUM_LEVELS, paintOf } from "./editor.js";
 import { EXAMPLES } from "./examples.js";
-import { count, draw, element, make, picture, probability, quoted, showBars, showCurve, showSessions, showTree } from "./panels.js";
+import { count, element, make, picture, probability, quoted, showBars, showCurve, showSessions, showTree } from "./panels.js";
 import { alternatives, attention, drop, generate, hasMemory, meanAttention, NUM_ALTERNATIVES, ownSessions, read, Text } from "./reading.js";
 import { get, post, useKey } from "./server.js";
 import { linkFragment, linkedText, Work } from "./work.js";
@@ -145,8 +145,8 @@ function showLegend() {
   const legends = {
     surprisal: ["Bits (probability):", swatch("", "0 (1)"), swatch("high-4", "4 (1/16)"), swatch("high-8", "8 (1/256)"),
       swatch(strong("high"), "12 or more")],
-    memory: [swatch(strong("saves"), "memory saves 4 bits or more"), swatch("", "0"),
-      swatch(strong("high"), "costs 4 bits or more")],
+    memory: [swatch(strong("saves"), "memory saves 4 bits or more (blue)"), swatch("", "0"),
+      swatch(strong("high"), "costs (orange)")],
     attention: looked ? ["Attention (probability):", swatch("", "0"), swatch("looks-6", (looked.highest / 2).toPrecision(2)),
       swatch(strong("looks"), looked.highest.toPrecision(2))] : [],
   };
@@ -399,7 +399,7 @@ function replace(first, last, ids) {
   while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
   const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
   if (owner) {
-    const { node, start, end } = owner;
+    const { node, start } = owner;
     node.ids = [...node.ids.slice(0, first - start), ...ids, ...node.ids.slice(last - start)];
     for (const { node: part } of spans.slice(spans.indexOf(owner))) {
       const kept = part === node ? first - start : 0;
@@ -820,7 +820,9 @@ on("examples", "click", async ({ target }) => {
   await begin(EXAMPLES[example][1]);
 });
 on("go", "click", () => running ? running.abort() : goOn());
-look("go", "pointerdown", (event) => { if (document.activeElement === editor.root) event.preventDefault(); }); // it keeps the focus
+document.addEventListener("mousedown", (event) => { // the text keeps the focus
+  if (document.activeElement === editor.root && /** @type {any} */ (event.target).closest("button")) event.preventDefault();
+});
 on("reroll", "click", reroll);
 on("fresh", "click", async () => {
   if (running) return;

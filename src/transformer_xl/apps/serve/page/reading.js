@@ -3,7 +3,7 @@
 
 import { get, post, remove, scoredTokens, stream } from "./server.js";
 
-/** @import { Part, Span, Work } from "./work.js" */
+/** @import { Part, Work } from "./work.js" */
 /** @typedef {{id: string, vocab_size: number, segment_length: number, memory_length: number, max_memory_length: number,
  *   attention: [number, number]|null}} Model as /v1/models describes it */
 
