@@ -24,7 +24,7 @@ from transformer_xl.run import Run
 PROMPT = "a <img src=x onerror='window.broken=1'>\n<script>window.broken=1</script> caf\u00e9"
 NUM_BYTES = len(PROMPT.encode())
 LONG = PROMPT * 2  # is read in parts
-LENGTHS = (0, 8, 11, 16, 32, 64)  # of memory, on the slider
+LENGTHS = (0, 8, 11, 16, 32)  # of memory, on the slider
 KEY = "the-key-of-the-page-tests"
 SETTINGS = {"temperature": 0.8, "top_p": 0.95, "top_k": None}  # of the page, at first
 AXE = Path(__file__).parents[3] / ".venv/npm/node_modules/axe-core/axe.min.js"
@@ -36,7 +36,7 @@ KEPT = """async () => {
   const database = await result(request);
   const all = await result(database.transaction("parts").objectStore("parts").getAll());
   const parts = new Map(all.map((part) => [part.id, part]));
-  const text = { ids: [], bits: {}, kinds: "", parts: parts.size };
+  const text = { ids: [], bits: {}, kinds: "" };
   const path = [];
   let part = parts.get(Number(sessionStorage.getItem("transformer-xl text")));
   for (let end = part?.ids.length; part; end = part.at, part = parts.get(part.parent)) path.unshift([part, end]);
@@ -47,6 +47,23 @@ KEPT = """async () => {
   }
   database.close();
   return text;
+}"""
+# what another version, or a foe, could have left: of six parts one can be read, and one names no model here
+HOSTILE = """async () => {
+  const request = indexedDB.open("transformer-xl");
+  const database = await new Promise((resolve) => { request.onsuccess = () => resolve(request.result); });
+  const parts = database.transaction("parts", "readwrite").objectStore("parts");
+  const markup = "<img src=x onerror='window.broken=1'>";
+  const part = { parent: null, at: 0, kind: "you", model: "tiny", seed: null, ids: [97], bits: {}, rough: [],
+    sessions: [] };
+  parts.put({ ...part, id: 1, ids: [markup] });
+  parts.put({ ...part, id: 2, parent: 1 });
+  parts.put({ ...part, id: 3, kind: markup });
+  parts.put({ ...part, id: 4, model: markup });
+  parts.put({ id: 5 });
+  parts.put({ ...part, id: 6, sessions: [{ memory: 0, at: 0, id: `../../${markup}` }] });
+  await new Promise((resolve) => { parts.transaction.oncomplete = resolve; });
+  database.close();
 }"""
 # the paint of each character that is shown
 PAINTED = """() => {
@@ -73,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def served(run: Run):
-    with running({"tiny": run}, max_memory_length=64) as started:
+    with running({"tiny": run}, max_memory_length=32) as started:
         yield started
 
 
@@ -274,12 +291,12 @@ def test_three_paintings_by_key_mouse_and_touch(tab, served, run: Run) -> None:
     tab.on("request", lambda request: requests.append(request.url))
     tab.focus("#memory")
     tab.keyboard.press("End")
-    longest = by_character(PROMPT, bits(run, PROMPT, 64))
+    longest = by_character(PROMPT, bits(run, PROMPT, 32))
     np.testing.assert_allclose(levels(tab), np.clip(3 * (none - longest), -12, 12), atol=0.51)
     tab.focus("#text")
     tab.keyboard.press("Alt+ArrowDown")
     tab.keyboard.press("Alt+1")
-    shorter = by_character(PROMPT, bits(run, PROMPT, 32))
+    shorter = by_character(PROMPT, bits(run, PROMPT, 16))
     np.testing.assert_allclose(levels(tab), -np.minimum(12, shorter), atol=0.51)
     titles = tab.locator("#curve title").all_text_contents()
     means = {memory: f"{bits(run, PROMPT, memory).mean():.3f}" for memory in LENGTHS}
@@ -499,11 +516,19 @@ def test_errors_can_be_tried_again_and_examples_say_what_memory_saves(tab) -> No
 def test_work_is_kept_and_a_link_has_the_text(tab, served, browser) -> None:
     write(tab, PROMPT)
     go_on(tab)
+    tab.wait_for_timeout(30)
+    tab.evaluate(HOSTILE)
     own = kept(tab)
     tab.reload()
     tab.locator("#status", has_text=f"{len(own['ids'])} tokens").wait_for()
     settled(tab)
     assert kept(tab) == own
+    assert sorted(nodes(tab)[:2]) == [
+        "1 token that no model here can read, of <img src=x onerror='window.broken=1'>",
+        "\u2068a\u2069 (1 token)",
+    ]
+    assert len(nodes(tab)) == 3
+    assert tab.evaluate("window.broken") is None
     assert tab.locator("#seed").input_value() == "5"
     tab.keyboard.press("Alt+2")
     with tab.expect_download() as download:
@@ -536,37 +561,6 @@ def test_work_is_kept_and_a_link_has_the_text(tab, served, browser) -> None:
         assert "link" in page.locator("#error").inner_text()
         page.goto("about:blank")
     other.close()
-
-
-def test_damaged_and_hostile_work_is_left_out(tab) -> None:
-    """Of what is kept, only parts of the right form are opened, and nothing in them is markup."""
-    write(tab, "good")
-    tab.evaluate("""async () => {
-      const request = indexedDB.open("transformer-xl");
-      const database = await new Promise((resolve) => { request.onsuccess = () => resolve(request.result); });
-      const parts = database.transaction("parts", "readwrite").objectStore("parts");
-      const markup = "<img src=x onerror='window.broken=1'>";
-      const part = { parent: null, at: 0, kind: "you", model: "tiny", seed: null, ids: [97], bits: {}, rough: [],
-        sessions: [] };
-      parts.put({ ...part, id: 1, ids: [markup] });
-      parts.put({ ...part, id: 2, parent: 1 });
-      parts.put({ ...part, id: 3, kind: markup });
-      parts.put({ ...part, id: 4, model: markup });
-      parts.put({ id: 5 });
-      parts.put({ ...part, id: 6, sessions: [{ memory: 0, at: 0, id: `../../${markup}` }] });
-      await new Promise((resolve) => { parts.transaction.oncomplete = resolve; });
-      database.close();
-    }""")
-    tab.reload()
-    tab.locator("#status", has_text="4 tokens").wait_for()
-    assert sorted(nodes(tab)) == sorted(
-        [
-            "\u2068good\u2069 (4 tokens)",
-            "\u2068a\u2069 (1 token)",
-            "1 token that no model here can read, of <img src=x onerror='window.broken=1'>",
-        ]
-    )
-    assert tab.evaluate("window.broken") is None
 
 
 def test_tabs_share_their_parts(tab, open_page, served) -> None:
@@ -621,9 +615,8 @@ def test_phone_width_dark_and_light(tab) -> None:
         box = tab.locator("#branch").bounding_box()  # in the window, wherever the text is
         assert 0 <= box["y"] <= 844 - box["height"]
         assert tab.evaluate("document.documentElement.scrollWidth") == 390
-        if AXE.exists():
-            if scheme == "light":
-                tab.evaluate(AXE.read_text())
+        if AXE.exists() and scheme == "dark":
+            tab.evaluate(AXE.read_text())
             found = tab.evaluate(
                 "axe.run().then((all) => all.violations.map(({ id, impact, nodes }) => [id, impact, nodes[0].html]))"
             )
