@@ -29,7 +29,7 @@ export const count = (number, of = "") => `${number.toLocaleString("en")}${of &&
 export const probability = (bits) => { const p = 2 ** -bits; return p >= 0.001 ? p.toPrecision(3) : p.toExponential(1); };
 
 // The name of a token, on one line; between Unicode isolates, so that it does not reorder what is next to it.
-export const quoted = (name) => `\u2068${name ? visible(name).replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5")
+export const quoted = (name) => `\u2068${name ? visible(name).replace(/^bytes:(?=\\x)/, "").replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5")
   .replaceAll(" ", "\u00b7").slice(0, 60) : "\u2205"}\u2069`;
 
 /** Fill a list of bars. @param {{label: string, part: number, value: string, taken?: boolean, id?: number, to?: number}[]} rows */
