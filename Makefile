@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PEERS := .venv-peers
 CLIENTS := .venv-clients
+NPM := $(VENV)/npm
 # pip's isolated build of this package must use the pins too; old and new pip look for them under these two names
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # tests run in two processes; one thread each is fastest, the models being tiny
@@ -50,6 +51,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	@if [ -x $(NPM)/node_modules/.bin/tsc ]; then $(NPM)/node_modules/.bin/tsc -p tests/apps/serve/jsconfig.json; \
+	  else echo "types of the server's page: not checked, for which setup needs Node and npm"; fi
 
 quick: lint
 	$(PYTEST) $(QUICK)
@@ -92,6 +95,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@echo "setup: native operators (about a minute)"
 	@$(BIN)/txl info --build-native > /dev/null || echo "setup: without native operators, which only make a CPU faster"
+	@if command -v npm > /dev/null; then npm install --prefix $(NPM) --no-audit --no-fund --silent typescript@5.9.3 \
+	  axe-core@4.14.1 || echo "setup: without the tools that check the server's page"; fi
 	@touch $@
 	@echo "setup: done"
 

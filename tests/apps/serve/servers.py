@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from small_runs import make_run
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
-from transformer_xl.apps.serve.server import guard_settings, guarded_app, uvicorn_settings
+from transformer_xl.apps.serve.server import _listen, guard_settings, guarded_app, uvicorn_settings
 from transformer_xl.run import Run
 
 __all__ = ["make_run", "running"]
@@ -25,9 +24,9 @@ __all__ = ["make_run", "running"]
 @contextmanager
 def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Client, RequestRunner]]:
     """Run a server of these runs; yield a client with its address, and what runs the requests."""
-    config = ServerConfig(**settings)
+    config = ServerConfig(port=0, **settings)
     runner = RequestRunner([ServedModel(name, run, config) for name, run in runs.items()], config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with _listen(config) as listener:
         app = guarded_app(runner, guard_settings(config))
         server = uvicorn.Server(uvicorn_settings(app, config))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

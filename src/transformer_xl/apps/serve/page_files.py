@@ -13,7 +13,17 @@ PAGE_PREFIX = "/page/"
 """Beginning of the paths of the page's files, besides `/`."""
 
 _TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
-_FILES = ("index.html", "page.css", "page.js", "attention.js", "server.js", "work.js")
+_FILES = (
+    "index.html",
+    "page.css",
+    "page.js",
+    "editor.js",
+    "examples.js",
+    "panels.js",
+    "reading.js",
+    "server.js",
+    "work.js",
+)
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "

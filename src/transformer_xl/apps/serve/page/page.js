@@ -1,342 +1,533 @@
-// The page of the server. What a model or a link gives is put into the document as text nodes only.
+// The page of the server: its state, and what the user does.
 
-import { meanAttention, strongestKeys } from "./attention.js";
-import { get, post, remove, scoredTokens, stream, useKey } from "./server.js";
-import { linkFragment, linkedText, STORAGE, Work } from "./work.js";
+import { colourOf, Editor, joined, NUM_LEVELS, paintOf } from "./editor.js";
+import { EXAMPLES } from "./examples.js";
+import { count, element, make, picture, probability, quoted, showBars, showCurve, showSessions, showTree } from "./panels.js";
+import { alternatives, attention, drop, generate, hasMemory, meanAttention, NUM_ALTERNATIVES, ownSessions, read, Text } from "./reading.js";
+import { get, post, useKey } from "./server.js";
+import { linkFragment, linkedText, Work } from "./work.js";
 
-const NUM_ALTERNATIVES = 10;
-const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest colour
+const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest color
 const STRONG_DIFFERENCE = 4;
+const TYPING_PAUSE = 200; // ms without a key, after which what was typed is read
+const LONG = 20_000; // tokens, from which other memory lengths are not read before they are chosen
 const SETTINGS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
-const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, compare: false,
-  attend: false };
+const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, paint: "surprisal" };
 
-const element = (id) => document.getElementById(id);
 const work = new Work();
+const editor = new Editor(element("text"), element("scroller"), element("boxes"));
+/** @type {Record<string, any>} */
 const settings = { ...DEFAULTS };
+/** @type {Map<string, import("./reading.js").Model>} */
 let models = new Map();
-let model = null; // what /v1/models says about the chosen one
-let names = new Map(); // text of each token id of that model
-let shown = []; // the tokens in the document: { token, node, index, span }
-let focused = null; // the one in `shown` whose values are displayed
-let wanted = null; // the one whose alternatives are being fetched
-let pinned = false;
-let cursor = null; // { node, at }: where the next part goes, if not at the end of the text
-let compared = null; // { kept, none }: bits of the tokens in `shown`, with memory and without
+/** @type {import("./reading.js").Model|null} */
+let model = null;
+/** @type {Map<number, string>} */
+let names = new Map(); // of the model's tokens; -1 is what was typed and has no tokens yet
+/** @type {Text} */
+let text = new Text(work, null, model);
+/** @type {{first: number, last: number, value: string}|null} */
+let draft = null; // what is in place of the tokens from `first` to before `last`
+let typing = 0; // timer until the draft gets tokens
+let fresh = new Set(); // ids of parts that were made by typing, which further typing changes
+let chosen = null; // index of a token
+let tops = new Map(); // by "memory index": { bits, top }
+let looked = null; // { index, memory, weights }: what a token attends to
+let asking = null; // AbortController of what is asked of the chosen token
 let running = null; // AbortController of the request that writes
-let comparing = null;
-let looked = null; // { index, attention }: what the pinned token attends to, by layer, head and distance
-let looking = null;
+let reading = null; // AbortController of the requests that read
+let undone = { back: [], forth: [] };
 
-function make(tag, text, className) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
-}
+// Errors, and trying again
 
-function report(error) {
+function report(error, again = null) {
   if (error?.name === "AbortError") return;
-  if (error?.status === 401) element("key").hidden = false;
-  element("error").textContent = error?.message ?? "";
+  if (error?.status === 401) {
+    element("key").hidden = false;
+    document.querySelector("main").hidden = true;
+    element("key-value").focus();
+  }
+  element("error").firstElementChild.textContent = error?.message ?? "";
   element("error").hidden = !error;
+  element("retry").hidden = !again || error?.status === 401;
+  element("retry").onclick = () => {
+    report(null);
+    again();
+    editor.root.focus({ preventScroll: true });
+  };
 }
 
-// Run something; what goes wrong is displayed.
+// Run something; what goes wrong is displayed, and can be tried again.
 const attempt = (action) => async (...values) => {
   try {
-    await action(...values);
+    return await action(...values);
   } catch (error) {
-    report(error);
+    report(error, () => attempt(action)(...values));
   }
 };
 
-// The text of tokens
+// The text
 
 async function fetchNames(ids) {
-  const missing = [...new Set(ids)].filter((id) => id < model.vocab_size && !names.has(id));
+  const missing = [...new Set(ids)].filter((id) => !names.has(id) && id < model.vocab_size);
   if (!missing.length) return;
   const into = names;
   const { token_strs } = await post("detokenize", { model: model.id, tokens: missing });
   missing.forEach((id, index) => into.set(id, token_strs[index]));
 }
 
-const encoder = new TextEncoder();
-function bytesOf(id) {
-  const name = names.get(id) ?? "";
-  if (!/^bytes:(\\x[0-9a-f]{2})+$/.test(name)) return encoder.encode(name);
-  return Uint8Array.from(name.slice(6).match(/[0-9a-f]{2}/g), (digits) => parseInt(digits, 16));
-}
-
-const visible = (text) => text.replaceAll("\n", "\u21b5\n").replaceAll("\t", "\u21e5")
-  .replace(/[\u0000-\u0009\u000b-\u001f\u007f]/g, (character) => `\\x${character.charCodeAt(0).toString(16).padStart(2, "0")}`);
-// between Unicode isolates, so that a right-to-left name does not reorder what is next to it
-function nameOf(id) {
-  const name = names.get(id) ?? "";
-  return `\u2068${name ? visible(name).replaceAll("\n", "").replaceAll(" ", "\u00b7").slice(0, 60) : "\u2205"}\u2069`;
-}
-
-// A character of several tokens is displayed at the last of them.
-function fillSpan(span, id, decoder) {
-  const text = decoder.decode(bytesOf(id), { stream: true });
-  span.textContent = text ? visible(text) : names.get(id) ? "\u00b7" : "\u2205";
-  span.classList.toggle("odd", !text);
-}
-
-function textOf(tokens) {
-  const decoder = new TextDecoder();
-  return tokens.map(({ id }) => decoder.decode(bytesOf(id), { stream: true })).join("");
-}
-
-const strengthOf = (bits, strong) => String(Math.min(1, Math.max(0, bits / strong)));
-const probability = (bits) => { const p = 2 ** -bits; return p >= 0.001 ? p.toPrecision(3) : p.toExponential(2); };
-
-function paint(span, bits) {
-  span.classList.toggle("unknown", bits === null);
-  span.style.setProperty("--strength", bits === null ? "0" : strengthOf(bits, STRONG_BITS));
-}
-
-// The view of the text
-
+const nameOf = (id) => names.get(id) ?? "";
+const textOf = (ids) => joined(ids.map(nameOf));
 const currentNode = () => work.nodes.get(work.current) ?? null;
-let decoder = new TextDecoder();
+const memory = () => hasMemory(model) ? settings.memory : 0;
 
-function appendToken(entry) {
-  const span = make("span");
-  const index = shown.length;
-  entry.span = span;
-  shown.push(entry);
-  span.tabIndex = index ? -1 : 0;
-  span.dataset.index = index;
-  span.setAttribute("role", "button");
-  span.classList.toggle("you", entry.node.kind === "you");
-  fillSpan(span, entry.token.id, decoder);
-  paintToken(entry, index);
-  element("text").append(span);
+// The ids of the tokens that are shown.
+function shownIds() {
+  if (!draft) return text.ids;
+  return [...text.ids.slice(0, draft.first), ...(draft.value ? [-1] : []), ...text.ids.slice(draft.last)];
 }
 
-function paintToken({ span, token }, index) {
-  paint(span, token.bits);
-  const bits = token.bits === null ? "" : `, ${token.bits.toFixed(1)} bits`;
-  span.setAttribute("aria-label", `token ${index}: ${nameOf(token.id)}${bits}`);
+// Show the text, which is as before up to a token.
+function showText(from = 0) {
+  names.set(-1, draft?.value ?? "");
+  if (!draft) text = new Text(work, currentNode(), model);
+  editor.show(shownIds().map(nameOf), from);
+  for (const key of tops.keys()) if (Number(key.split(" ")[1]) >= from) tops.delete(key);
+  looked = null;
+  element("start").hidden = editor.text !== "";
+  if (!draft) choose(null);
+  repaint();
 }
 
-function showText() {
-  decoder = new TextDecoder();
-  shown = [];
-  focused = wanted = null;
-  pinned = false;
-  cursor = null;
-  clearAttention();
-  element("text").replaceChildren();
-  for (const entry of work.path(currentNode())) appendToken(entry);
-  clearComparison();
-  showToken();
-  showCursor();
-  showTree();
+// Everything about the text that is beside it.
+function showAll() {
+  showText();
+  showBranches();
   showStatus();
+  showMemory();
 }
 
-function showStatus(note = "") {
-  const known = shown.filter(({ token }) => token.bits !== null);
-  const mean = known.reduce((sum, { token }) => sum + token.bits, 0) / known.length;
-  element("status").ariaLive = running ? "off" : "polite"; // screen readers read it when the text is done
-  element("status").textContent = shown.length
-    ? `${shown.length.toLocaleString("en")} tokens${known.length ? `, ${mean.toFixed(2)} bits per token` : ""}${note}`
-    : "Write the beginning of a text, or let the model begin one.";
-  element("reroll").disabled = running !== null || currentNode()?.kind !== "model";
+const surprisal = (index) => text.bits(index, memory()) ?? text.rough(index);
+const saving = (index) => text.bits(index, 0) - text.bits(index, memory());
+const sum = (value, first, last) => {
+  let total = 0;
+  for (let index = first; index <= last; index++) total += value(index);
+  return total;
+};
+const attended = (index) => looked?.weights[looked.index - index] ?? 0;
+
+// The paint of a character, which can have several tokens.
+function paintAt(first, last) {
+  if (draft && last >= draft.first) return "";
+  if (settings.paint === "attention") return looked ? paintOf("looks", sum(attended, first, last) / looked.highest) : "";
+  if (settings.paint === "surprisal") return paintOf("high", sum(surprisal, first, last) / STRONG_BITS);
+  const saved = sum(saving, first, last);
+  return Number.isNaN(saved) ? "" : paintOf(saved > 0 ? "saves" : "high", Math.abs(saved) / STRONG_DIFFERENCE);
 }
 
-function showCursor() {
-  const end = cursor ? work.path(cursor.node, cursor.at).length : shown.length;
-  shown.forEach(({ span }, index) => span.classList.toggle("after", index >= end));
-  element("prompt-label").textContent = cursor
-    ? `Your text, which goes on after token ${end - 1} (a new branch)`
-    : "Your text, which the model reads and continues";
+const isModels = (index) => index < text.length && !(draft && index >= draft.first) && text.spanAt(index).node.kind === "model";
+
+let frame = 0;
+function repaint(isNew = true) {
+  if (isNew) repaint.isNew = true;
+  frame ||= requestAnimationFrame(() => {
+    frame = 0;
+    if (model) editor.paint(paintAt, isModels, repaint.isNew);
+    if (repaint.isNew) editor.box(chosen);
+    repaint.isNew = false;
+  });
+}
+repaint.isNew = false;
+
+function showLegend() {
+  const swatch = (paint, label) => make("span", label, `swatch ${paint}`);
+  const strong = (hue) => `${hue}-${NUM_LEVELS}`;
+  const legends = {
+    surprisal: ["Bits (probability):", swatch("", "0 (1)"), swatch("high-4", "4 (1/16)"), swatch("high-8", "8 (1/256)"),
+      swatch(strong("high"), "12 or more")],
+    memory: [swatch(strong("saves"), "memory saves 4 bits or more (blue)"), swatch("", "0"),
+      swatch(strong("high"), "costs (orange)")],
+    attention: looked ? ["Attention (probability):", swatch("", "0"), swatch("looks-6", (looked.highest / 2).toPrecision(2)),
+      swatch(strong("looks"), looked.highest.toPrecision(2))] : [],
+  };
+  element("legend").replaceChildren(...legends[settings.paint]);
+  showFinding();
 }
 
-// The values of the focused token
-
-function showToken() {
-  const entry = shown[focused];
-  for (const span of element("text").querySelectorAll(".chosen")) {
-    span.classList.remove("chosen");
-    span.removeAttribute("aria-pressed");
-  }
-  element("token-actions").hidden = !entry || !pinned;
-  element("token").classList.toggle("pinned", Boolean(entry) && pinned);
-  element("alternatives").hidden = !entry?.token.top.length;
-  if (!entry) {
-    element("token-name").textContent = "No token selected";
-    element("token-values").textContent = "Point at a token, or move with the arrow keys. Click it, or press Enter, to "
-      + "keep it selected.";
+// What a reader should see first, in a sentence.
+function showFinding() {
+  const root = element("finding");
+  const [with_, without] = [text.mean(memory()), text.mean(0)];
+  const hasBoth = settings.paint === "memory" && memory() && without !== undefined && with_ !== undefined && !draft;
+  if (hasBoth) {
+    root.replaceChildren(`Memory of ${count(memory(), "token")} ${without < with_ ? "costs" : "saves"} ${
+      Math.abs(without - with_).toFixed(2)} of ${without.toFixed(2)} bits per token. Most at `);
+    for (const { word, saved, offset } of mostSaved(3)) {
+      root.append(make("button", quoted(word), "", { "data-offset": offset }), ` ${saved.toFixed(1)} bits `);
+    }
     return;
   }
-  const { token, node, span } = entry;
-  span.classList.add("chosen");
-  if (pinned) span.setAttribute("aria-pressed", "true");
-  element("token-name").textContent = `Token ${focused}: ${nameOf(token.id)}`;
-  const lines = [token.bits === null ? "surprisal unknown"
-    : `${token.bits.toFixed(2)} bits, probability ${probability(token.bits)}`];
-  if (compared) {
-    const [kept, none] = [compared.kept[focused], compared.none[focused]];
-    if (kept !== null) lines.push(`with memory ${kept.toFixed(2)} bits, without ${none.toFixed(2)}`);
+  say("finding", {
+    surprisal: () => text.length ? "The stronger the color, the less the model expected what stands there." : "",
+    memory: () => !hasMemory(model) ? "This model has no memory."
+      : memory() ? "" : "Choose a memory length above 0 to see what it saves.",
+    attention: () => !model?.attention ? "This model has no attention by distance to show."
+      : looked ? `Token ${count(looked.index)} (${quoted(nameOf(text.ids[looked.index]))}) looks at the colored ones.`
+        : asking ? "Reading the text \u2026" : "Click or tap a token to see where it looks.",
+  }[settings.paint]());
+}
+
+// The words at which memory saves most, each once.
+function mostSaved(number) {
+  const words = new Map();
+  let index = 0;
+  for (const { 0: word, index: offset } of editor.text.matchAll(/[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]+/gu)) {
+    while (index < text.length && editor.ends[index] <= offset) index++;
+    let saved = 0;
+    for (let at = index; at < text.length && editor.startOf(at) < offset + word.length; at++) saved += saving(at) || 0;
+    if (saved > (words.get(word)?.saved ?? 0.05)) words.set(word, { word, saved, offset });
+  }
+  return [...words.values()].sort((first, second) => second.saved - first.saved).slice(0, number);
+}
+
+// Screen readers hear what changes, so nothing is written twice.
+function say(id, words) {
+  if (element(id).textContent !== words) element(id).textContent = words;
+}
+
+let progress = "";
+function showStatus() {
+  const mean = text.mean(memory());
+  const of = hasMemory(model) ? ` with a memory of ${count(memory(), "token")}` : "";
+  const state = running ? "writing \u2026" : progress;
+  const isBusy = Boolean(running || draft || reading);
+  element("text").ariaBusy = String(isBusy);
+  element("status").ariaLive = isBusy ? "off" : "polite"; // screen readers read it when the text is done
+  say("status", [text.length ? count(text.length, "token") : "", mean === undefined ? ""
+    : `${mean.toFixed(2)} bits per token${of}`, state].filter(Boolean).join("; "));
+  element("reroll").disabled = running !== null || currentNode()?.kind !== "model";
+  const where = place() < shownIds().length ? "Continue at the cursor" : "Continue";
+  element("go").textContent = running ? "Stop (Esc)" : where;
+  element("text").ariaReadOnly = String(running !== null);
+}
+
+// The chosen token
+
+function choose(index) {
+  if (chosen !== index) asking?.abort();
+  chosen = index;
+  editor.box(chosen);
+  showToken();
+  if (index !== null) attempt(ask)(index);
+}
+
+// Ask for the alternatives of the chosen token, or where it looks.
+async function ask(index) {
+  asking?.abort();
+  const controller = asking = new AbortController();
+  const { signal } = controller;
+  const length = memory();
+  try {
+    if (settings.paint === "attention" && model.attention) {
+      if (looked?.index !== index || looked.memory !== length) {
+        looked = null;
+        showLegend();
+        const weights = await attention(text, index, length, signal);
+        if (signal.aborted) return;
+        looked = { index, memory: length, all: weights };
+      }
+      showLooked();
+    }
+    const key = `${length} ${index}`;
+    if (!tops.has(key)) {
+      const { first, tokens } = await alternatives(text, index, length, signal);
+      if (signal.aborted) return;
+      tokens.forEach((token, offset) => tops.set(`${length} ${first + offset}`, token));
+    }
+    await fetchNames((tops.get(key)?.top ?? []).map(([id]) => id));
+    if (!signal.aborted) showToken();
+  } finally {
+    if (asking === controller) asking = null;
+  }
+}
+
+function showLooked() {
+  if (!looked) return;
+  looked.weights = meanAttention(looked.all, element("layer").value, element("head").value);
+  looked.highest = Math.max(...looked.weights);
+  showLegend();
+  showToken();
+  repaint();
+}
+
+function showToken() {
+  const isShown = chosen !== null && chosen < text.length && !draft;
+  element("token").classList.toggle("chosen", isShown);
+  element("token-actions").hidden = !isShown;
+  element("attention-choice").hidden = !isShown || settings.paint !== "attention" || !model?.attention;
+  const parts = isShown ? Array.from({ length: lastOf(chosen) - editor.firstOf(chosen) + 1 }, (_, at) => editor.firstOf(chosen) + at) : [];
+  element("token-parts").replaceChildren(...(parts.length < 2 ? [] : ["A character of several tokens:", ...parts.map((index) => (
+    make("button", quoted(nameOf(text.ids[index])), "", { "data-to": index, "aria-pressed": String(index === chosen) })))]));
+  const at = isShown && looked?.index === chosen && settings.paint === "attention" ? strongest() : [];
+  showBars(element("looks"), at, "go to ");
+  if (!isShown) {
+    element("token-name").textContent = "No token chosen";
+    element("token-values").textContent = "Click or tap a token, or move there with the arrow keys.";
+    showBars(element("alternatives"), []);
+    return;
+  }
+  const [{ node }, bits, without] = [text.spanAt(chosen), surprisal(chosen), text.bits(chosen, 0)];
+  element("token-name").textContent = `Token ${count(chosen)}: ${quoted(nameOf(text.ids[chosen]))}`;
+  const lines = [bits === undefined || Number.isNaN(bits) ? "surprisal unknown" : `${bits.toFixed(2)} bits (probability ${probability(bits)})`];
+  if (memory() && without !== undefined && bits !== undefined) {
+    lines.push(`without memory ${without.toFixed(2)} bits: memory ${without < bits ? "costs" : "saves"} ${Math.abs(without - bits).toFixed(2)}`);
   }
   if (node.linked) lines.push("from a link"); // which can give any text any seed
   else lines.push(node.kind === "you" ? "written by you" : `sampled with seed ${node.seed}`);
   element("token-values").textContent = lines.join("; ");
-  const body = element("alternatives").tBodies[0];
-  body.replaceChildren(...token.top.slice(0, NUM_ALTERNATIVES + 1).map(([id, bits]) => {
-    const row = make("tr", undefined, id === token.id ? "taken" : "");
-    const button = make("button", nameOf(id));
-    button.type = "button";
-    button.dataset.id = id;
-    button.setAttribute("aria-label", `take ${nameOf(id)} instead`);
-    button.disabled = id === token.id;
-    const first = make("td");
-    first.append(button);
-    row.append(first, make("td", probability(bits)), make("td", bits.toFixed(2)));
-    return row;
-  }));
+  const { top = [], bits: own = null } = tops.get(`${memory()} ${chosen}`) ?? {};
+  showBars(element("alternatives"), top.slice(0, NUM_ALTERNATIVES + 1).map(([id, value]) => ({
+    label: quoted(nameOf(id)), part: 2 ** -value, value: `${probability(value)}, ${value.toFixed(1)} bits`, id,
+    taken: id === text.ids[chosen] && own !== null })), "take ");
 }
 
-async function focusToken(index) {
-  const entry = wanted = shown[index];
-  await fetchNames(entry.token.top.map(([id]) => id));
-  if (wanted !== entry) return; // another one was chosen meanwhile
-  focused = index;
-  showToken();
+const lastOf = (index) => {
+  while (index + 1 < editor.ends.length && editor.ends[index] === editor.startOf(index)) index++;
+  return index;
+};
+
+// The tokens at which the chosen one looks most.
+function strongest() {
+  const { weights, index, highest } = looked;
+  return weights.map((weight, distance) => ({ weight, distance })).sort((first, second) => second.weight - first.weight)
+    .slice(0, NUM_ALTERNATIVES).map(({ weight, distance }) => ({
+      label: distance > index ? "beginning" : quoted(nameOf(text.ids[index - distance])), part: weight / highest,
+      value: `${weight.toPrecision(2)}, ${count(distance, "token")} back`, to: distance > index ? undefined : index - distance }));
 }
 
-function pin(index) {
-  pinned = true;
-  focusToken(index).then(attend).catch(report);
+function chooseAndShow(index) {
+  editor.reveal(editor.ends[index]);
+  editor.root.focus({ preventScroll: true });
+  editor.select(editor.startOf(editor.firstOf(index)));
+  choose(index);
 }
 
-function release() {
-  pinned = false;
-  cursor = null;
-  clearAttention();
-  showCursor();
-  showToken();
+// Typing
+
+const undo = ([from, to]) => {
+  const step = undone[from].pop();
+  if (!step || running) return;
+  const { start, end, inserted } = step;
+  undone[to].push(edit(start, end, inserted));
+};
+
+// What the characters between two offsets are, which may be shown by signs.
+function realText(start, end) {
+  if (start >= end) return "";
+  const ids = shownIds();
+  const first = editor.firstOf(editor.tokenAt(start));
+  const begin = editor.startOf(first);
+  return textOf(ids.slice(first, editor.tokenAt(end - 1) + 1)).slice(start - begin, end - begin);
 }
 
-function moveTo(index) {
-  const next = Math.min(shown.length - 1, Math.max(0, index));
-  for (const span of element("text").querySelectorAll("[tabindex='0']")) span.tabIndex = -1;
-  shown[next].span.tabIndex = 0;
-  shown[next].span.focus();
+// Put text in place of what is between two offsets; return the edit that undoes it.
+function edit(start, end, inserted) {
+  const ids = shownIds();
+  const isYours = (index) => ids[index] === -1 || !isModels(index) && index < ids.length;
+  let first = start >= editor.text.length ? ids.length : editor.firstOf(editor.tokenAt(start));
+  let last = end <= editor.startOf(first) ? first : editor.tokenAt(end - 1) + 1;
+  const old = draft && { ...draft, at: draft.first, width: draft.value ? 1 : 0 };
+  if (old) [first, last] = [Math.min(first, old.at), Math.max(last, old.at + old.width)];
+  // the tokens of a word depend on all of it
+  const from = first;
+  const isNew = !old || first < old.at;
+  for (let back = 0; isNew && back < 64 && first > 0 && isYours(first - 1) && (first === from || !/^\s/.test(nameOf(ids[first]))); back++) first--;
+  first = editor.firstOf(first);
+  for (let ahead = 0; ahead < 64 && last < ids.length && isYours(last) && !/^\s/.test(nameOf(ids[last])); ahead++) last++;
+  last = last > first && last < ids.length ? lastOf(last - 1) + 1 : last;
+  const undoing = { start, end: start + inserted.length, inserted: realText(start, end) };
+  const value = realText(editor.startOf(first), start) + inserted + realText(end, last ? editor.ends[last - 1] : 0);
+  const inText = (index) => old && index > old.at ? index - old.width + old.last - old.first : index;
+  draft = { first, last: old && last === old.at + old.width ? old.last : inText(last), value };
+  showText(first);
+  editor.select(start + inserted.length);
+  showStatus();
+  clearTimeout(typing);
+  reading?.abort();
+  typing = setTimeout(attempt(readDraft), TYPING_PAUSE);
+  return undoing;
 }
 
-// Requests
+function type(start, end, inserted) {
+  if (running || !model || start === end && !inserted) return;
+  report(null);
+  undone.back.push(edit(start, end, inserted.replaceAll("\r\n", "\n")));
+  editor.reveal(editor.selected()[1]);
+  if (undone.back.length > 1000) undone.back.shift();
+  undone.forth = [];
+}
 
-const hasMemory = () => model.max_memory_length > 0;
+// Give the draft its tokens, and read them.
+async function readDraft() {
+  await tokenized();
+  await readAll();
+}
 
-// Return the id of a new session at the nearest point before the end of a node that the server still has in memory,
-// and the tokens of the text after that point.
-async function nearestSession(node, memory, signal) {
-  const entries = work.path(node);
-  let left = 0;
-  for (let one = node, end = node.tokens.length; one; end = one.at, one = work.nodes.get(one.parent)) {
-    left += end;
-    const usable = one.session && end === one.tokens.length && one.session.memory === memory;
-    if (!usable) continue;
-    try {
-      const { id } = await post(`v1/sessions/${one.session.id}/branch`, {}, signal);
-      return { session: id, rest: entries.slice(entries.length - left + end) };
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      one.session = null; // it was deleted to make room
+async function tokenized() {
+  clearTimeout(typing);
+  while (draft) {
+    const own = draft;
+    const ids = own.value
+      ? (await post("tokenize", { model: model.id, prompt: own.value, add_special_tokens: false })).tokens : [];
+    await fetchNames(ids);
+    if (draft !== own) continue; // more was typed meanwhile
+    draft = null;
+    replace(own.first, own.last, ids);
+    showText(own.first);
+    showBranches();
+    keep();
+  }
+}
+
+// Put tokens in place of others: in the part where they are if all that follows was typed too, else as a branch.
+function replace(first, last, ids) {
+  const { spans } = text;
+  const isOpen = ({ node, start, end }, index) => end - start === node.ids.length && node.model === model.id
+    && (node.kind === "you" || fresh.has(node.id))
+    && work.children(node.id).every((child) => child === spans[index + 1]?.node);
+  let from = spans.length;
+  while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
+  const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
+  if (owner) {
+    const { node, start } = owner;
+    node.ids = [...node.ids.slice(0, first - start), ...ids, ...node.ids.slice(last - start)];
+    for (const { node: part } of spans.slice(spans.indexOf(owner))) {
+      const kept = part === node ? first - start : 0;
+      for (const bits of [...Object.values(part.bits), part.rough]) bits.length = Math.min(bits.length, kept);
+      for (const session of part.sessions) if (session.at > kept) drop(part, session);
+      if (part.parent === node.id) part.at = node.ids.length;
+      work.touch(part);
     }
+    if (!node.ids.length && spans.at(-1) === owner) work.remove(node.id);
+    return;
   }
-  return { session: "new", rest: entries };
+  const [parent, at] = text.place(first);
+  const rest = spans.filter(({ end }) => end > last);
+  let node = ids.length || !rest.length ? work.add(parent, at, "you", model.id, ids) : null;
+  const made = node ? [node] : [];
+  for (const { node: part, start, end } of rest) {
+    const copied = part.ids.slice(Math.max(0, last - start), end - start);
+    node = node ? work.add(node, node.ids.length, part.kind, model.id, copied, part.seed)
+      : work.add(parent, at, part.kind, model.id, copied, part.seed);
+    made.push(node);
+  }
+  for (const { id } of made) fresh.add(id);
+  work.current = node.id;
 }
 
-// Read what of a node's text the server has not read, and let the model generate after it. Tokens are added to the node.
-async function run(node, maxTokens, signal) {
-  const { memory } = settings; // which may change meanwhile
-  const { session, rest } = await nearestSession(node, memory, signal);
-  const body = { model: node.model, session, prompt: rest.length ? rest.map(({ token }) => token.id) : "",
-    max_tokens: maxTokens, echo: rest.length > 0, logprobs: NUM_ALTERNATIVES, return_tokens_as_token_ids: true };
-  if (session === "new" && hasMemory()) body.memory_length = memory;
-  if (maxTokens) {
-    const { temperature, top_p, top_k, min_p } = settings;
-    Object.assign(body, { temperature, top_p, top_k, min_p, seed: node.seed });
-  }
-  let made = session === "new" ? null : session;
-  let numRead = 0;
+// Number of tokens before the cursor, which goes on after whole characters.
+function place() {
+  const [, offset] = editor.selected();
+  return offset >= editor.text.length ? shownIds().length : editor.firstOf(offset ? editor.tokenAt(offset - 1) + 1 : 0);
+}
+
+// Whether the end of the text is in view: what is written is followed then, but not if the reader has scrolled away.
+const isAtEnd = ({ scrollTop, clientHeight, scrollHeight }) => scrollTop + clientHeight > scrollHeight - 40;
+
+// Reading: the chosen memory length first, no memory next, then the others, nearest first
+
+function wantedLengths() {
+  if (!hasMemory(model)) return [0];
+  const lengths = memoryLengths();
+  const own = lengths.indexOf(memory());
+  const near = lengths.toSorted((first, second) => Math.abs(lengths.indexOf(first) - own) - Math.abs(lengths.indexOf(second) - own));
+  return [...new Set([memory(), 0, ...(text.length > LONG ? [] : near)])];
+}
+
+async function readAll() {
+  reading?.abort();
+  reading = null;
+  if (running || draft || !text.length) return showStatus();
+  const { signal } = reading = new AbortController();
+  const own = text;
+  showStatus();
   try {
-    for await (const chunk of stream(body, signal)) {
-      made = chunk.session;
-      const tokens = chunk.choices.flatMap((choice) => choice.logprobs ? scoredTokens(choice.logprobs) : []);
-      await fetchNames(tokens.map(({ id }) => id));
-      for (const scored of tokens) {
-        const entry = rest[numRead++];
-        if (entry) {
-          // a token that was generated keeps the value with which it was
-          if (entry.token.bits === null) Object.assign(entry.token, { bits: scored.bits, top: scored.top });
-          continue;
-        }
-        node.tokens.push(scored);
-        appendToken({ token: scored, node, index: node.tokens.length - 1 });
-      }
-      if (rest.length && numRead <= rest.length) shown.forEach(paintToken);
-      showStatus(" \u2026");
+    for (const length of wantedLengths()) {
+      if (own.known(length) >= own.length) continue;
+      await read(own, length, signal, () => {
+        if (own !== text || signal.aborted) return;
+        const known = own.known(length);
+        progress = known < own.length ? `reading with a memory of ${count(length)}: ${Math.floor(100 * known / own.length)}%` : "";
+        if ([0, memory()].includes(length)) repaint();
+        if (progress) showStatus();
+      });
+      if (signal.aborted || own !== text) return;
+      showMemory();
+      if ([0, memory()].includes(length)) showLegend();
+      keep();
     }
-    node.session = { id: made, memory };
-  } catch (error) {
-    if (made) remove(`v1/sessions/${made}`).catch(() => {});
-    throw error;
+    showServerSessions().catch(() => {});
+    if (chosen !== null) showToken();
+  } finally {
+    if (reading?.signal === signal) [reading, progress] = [null, ""];
+    showStatus();
   }
 }
 
-// Let one request after the other change the text, with the buttons as they must be meanwhile.
+// Writing
+
 async function writing(action) {
-  if (!model) await start(); // it needed a key, or the server did not answer
-  if (running) return;
+  if (!model) await start(); // the server did not answer, or needed a key
+  if (running || !model) return;
+  await tokenized();
+  reading?.abort();
   running = new AbortController();
-  element("go").disabled = true;
-  element("stop").disabled = false;
   showStatus();
   try {
     await action(running.signal);
   } finally {
     running = null;
-    element("go").disabled = false;
-    element("stop").disabled = true;
-    keep();
-    showTree();
+    await keep();
+    showBranches();
     showStatus();
-    showSessions().catch(report);
-    compare().catch(report);
+    attempt(readAll)();
   }
 }
 
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
-const endOf = (node) => ({ node, at: node?.tokens.length ?? 0 });
 
-// Add a part and read it: what the user wrote.
-async function readPart({ node, at }, ids, signal) {
-  const part = work.add(node, at, "you", model.id, ids);
-  await fetchNames(ids);
-  work.current = part.id;
-  showText();
-  await run(part, 0, signal);
-  return part;
-}
-
-// Add a part and generate it.
-async function generatePart({ node, at }, signal, isOther = false) {
+// Let the model go on after the first `end` tokens of a text.
+async function write(signal, end = text.length, isOther = false) {
   if (!settings.max_tokens) return;
   const seed = settings.seed === "" || isOther ? randomSeed() : settings.seed;
-  const part = work.add(node, at, "model", model.id, [], seed);
+  const [parent, at] = text.place(end);
+  const begin = new Text(work, parent, model, parent ? at : undefined);
   const before = work.current;
+  const part = work.add(parent, at, "model", model.id, [], seed);
   work.current = part.id;
-  showText();
+  fresh = new Set();
+  undone = { back: [], forth: [] };
+  showText(end);
+  editor.select(editor.text.length);
+  editor.reveal(editor.text.length);
+  const { max_tokens, temperature, top_p, top_k, min_p } = settings;
   try {
-    await run(part, settings.max_tokens, signal);
+    for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
+      await fetchNames(tokens.map(({ id }) => id));
+      const from = text.length;
+      const follows = isAtEnd(editor.scroller);
+      const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
+      text.append(tokens);
+      work.touch(part);
+      editor.show(text.ids.map(nameOf), from);
+      element("start").hidden = true;
+      if (wasAtEnd) editor.select(editor.text.length);
+      if (follows) editor.scroller.scrollTop = editor.scroller.scrollHeight;
+      repaint();
+      showStatus();
+    }
   } finally {
-    if (!part.tokens.length) {
+    if (!part.ids.length) {
       work.remove(part.id);
       work.current = before;
       showText();
@@ -344,148 +535,34 @@ async function generatePart({ node, at }, signal, isOther = false) {
   }
 }
 
-const write = () => writing(async (signal) => {
-  const text = element("prompt").value;
-  let place = cursor ?? endOf(currentNode());
-  if (text) {
-    const { tokens } = await post("tokenize", { model: model.id, prompt: text, add_special_tokens: false }, signal);
-    element("prompt").value = "";
-    if (tokens.length) place = endOf(await readPart(place, tokens, signal));
-  }
-  await generatePart(place, signal);
+const goOn = () => {
+  const end = place();
+  const isLast = end >= shownIds().length;
+  return writing((signal) => write(signal, isLast ? text.length : Math.min(end, text.length)));
+};
+
+const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, true));
+
+const takeInstead = (index, id) => writing(async () => {
+  const [parent, at] = text.place(index);
+  work.current = work.add(parent, at, "you", model.id, [id]).id;
+  fresh = new Set();
+  await fetchNames([id]);
+  showText(index);
+  editor.select(editor.text.length);
 });
 
-const reroll = () => writing((signal) => {
-  const node = currentNode();
-  return generatePart({ node: work.nodes.get(node.parent), at: node.at }, signal, true);
-});
-
-const rerollFrom = ({ node, index }) => writing((signal) => generatePart({ node, at: index }, signal, true));
-
-const takeInstead = ({ node, index }, id) => writing(async (signal) => {
-  await generatePart(endOf(await readPart({ node, at: index }, [id], signal)), signal);
-});
-
-// With memory and without
-
-function clearComparison() {
-  comparing?.abort();
-  compared = null;
-  element("comparison").hidden = true;
+// A text of its own.
+async function begin(value) {
+  work.current = null;
+  fresh = new Set();
+  undone = { back: [], forth: [] };
+  showAll();
+  edit(0, 0, value);
+  await readDraft();
 }
 
-async function bitsOfText(memoryLength, signal) {
-  const body = { model: model.id, prompt: shown.map(({ token }) => token.id), max_tokens: 0, echo: true, logprobs: 0,
-    memory_length: memoryLength, return_tokens_as_token_ids: true };
-  const { choices } = await post("v1/completions", body, signal);
-  return scoredTokens(choices[0].logprobs).map(({ bits }) => bits);
-}
-
-async function compare() {
-  clearComparison();
-  if (!settings.compare || !shown.length || !hasMemory() || running) return;
-  const { signal } = comparing = new AbortController();
-  const length = settings.memory;
-  const [kept, none] = await Promise.all([bitsOfText(length, signal), bitsOfText(0, signal)]);
-  if (signal.aborted) return;
-  compared = { kept, none };
-  const mean = (bits) => bits.reduce((sum, one) => sum + one, 0) / bits.length;
-  const saved = mean(none) - mean(kept);
-  element("comparison-help").textContent = "Both rows are read in segments of "
-    + `${model.segment_length.toLocaleString("en")} tokens. Without memory, a token sees only the tokens of its segment.`;
-  element("with-title").textContent = `Memory of ${length.toLocaleString("en")} tokens: ${mean(kept).toFixed(3)} bits per token`;
-  element("without-title").textContent = `No memory: ${mean(none).toFixed(3)} bits per token`;
-  element("difference-title").textContent = `Difference: memory saves ${saved.toFixed(3)} bits per token`;
-  fillRow("with", (span, index) => paint(span, kept[index]));
-  fillRow("without", (span, index) => paint(span, none[index]));
-  fillRow("difference", (span, index) => {
-    const difference = none[index] - kept[index];
-    span.className += difference > 0 ? " less" : " more";
-    span.style.setProperty("--strength", strengthOf(Math.abs(difference), STRONG_DIFFERENCE));
-  });
-  element("comparison").hidden = false;
-  showToken();
-}
-
-// Fill a row with the tokens from `first` to before `end`.
-function fillRow(id, paintSpan, first = 0, end = shown.length) {
-  const own = new TextDecoder();
-  element(id).replaceChildren(...shown.slice(first, end).map(({ token }, offset) => {
-    const index = first + offset;
-    const span = make("span");
-    span.dataset.index = index;
-    fillSpan(span, token.id, own);
-    paintSpan(span, index);
-    return span;
-  }));
-}
-
-// Where the pinned token looks
-
-function clearAttention() {
-  looking?.abort();
-  looking = looked = null;
-  showAttention();
-}
-
-async function attend() {
-  clearAttention();
-  const index = focused;
-  if (!settings.attend || !model.attention || !pinned || index === null) return;
-  const { signal } = looking = new AbortController();
-  const body = { model: model.id, prompt: shown.slice(0, index + 1).map(({ token }) => token.id) };
-  if (hasMemory()) body.memory_length = settings.memory;
-  showAttention();
-  try {
-    looked = { index, attention: (await post("attention", body, signal)).attention };
-  } finally {
-    if (!signal.aborted) {
-      looking = null;
-      showAttention();
-    }
-  }
-}
-
-function showAttention() {
-  element("attention").hidden = !settings.attend || !model?.attention;
-  element("attention-result").hidden = !looked;
-  if (!looked) {
-    element("attention-title").textContent = looking ? "Reading the text \u2026"
-      : "Click a token, or press Enter on it, to see where it looks.";
-    return;
-  }
-  const { index, attention } = looked;
-  const [layer, head] = [element("layer").value, element("head").value];
-  const weights = meanAttention(attention, layer, head);
-  const highest = Math.max(...weights);
-  const names = [layer === "" ? "all layers" : `layer ${layer}`, head === "" ? "all heads" : `head ${head}`];
-  element("attention-title").textContent = `Where token ${index} (${nameOf(shown[index].token.id)}) looks: `
-    + `${layer === "" || head === "" ? "mean of " : ""}${names.join(", ")}`;
-  element("half").textContent = (highest / 2).toPrecision(2);
-  element("highest").textContent = `${highest.toPrecision(2)}, the highest here`;
-  // the token that begins a text comes before the first one, and is not in the document
-  const first = Math.max(0, index + 1 - weights.length);
-  fillRow("attended", (span, key) => {
-    span.classList.add("less");
-    span.classList.toggle("query", key === index);
-    span.style.setProperty("--strength", strengthOf(weights[index - key], highest));
-  }, first, index + 1);
-  element("strongest").tBodies[0].replaceChildren(...strongestKeys(weights, NUM_ALTERNATIVES).map((distance) => {
-    const key = index - distance;
-    const row = make("tr");
-    row.append(make("td", key < 0 ? "(the beginning of the text)" : `${key}: ${nameOf(shown[key].token.id)}`),
-      make("td", distance.toLocaleString("en")), make("td", weights[distance].toPrecision(3)));
-    return row;
-  }));
-}
-
-function fillHeads() {
-  const options = (count) => [new Option("mean", ""), ...Array.from({ length: count }, (_, index) => new Option(index, index))];
-  element("attention-choice").hidden = !model.attention;
-  const [numLayers, numHeads] = model.attention ?? [0, 0];
-  element("layer").replaceChildren(...options(numLayers));
-  element("head").replaceChildren(...options(numHeads));
-}
+// Memory
 
 const memoryLengths = () => {
   const longest = model.max_memory_length;
@@ -494,184 +571,161 @@ const memoryLengths = () => {
 };
 
 function showMemory() {
-  element("memory-choice").hidden = !hasMemory();
-  if (!hasMemory()) return;
+  element("memory-choice").hidden = !hasMemory(model);
+  if (!hasMemory(model)) return;
   const lengths = memoryLengths();
   if (!lengths.includes(settings.memory)) settings.memory = model.memory_length;
-  const text = `${settings.memory.toLocaleString("en")} tokens`;
+  const value = count(settings.memory, "token");
   element("memory").max = lengths.length - 1;
   element("memory").value = lengths.indexOf(settings.memory);
-  element("memory").setAttribute("aria-valuetext", text);
-  element("memory-value").textContent = text;
+  element("memory").setAttribute("aria-valuetext", value);
+  element("memory-value").textContent = value;
+  showCurve(element("curve"), lengths, lengths.map((length) => text.mean(length)), settings.memory);
 }
 
-// Branches: parts that follow each other alone are at the same level
+function chooseMemory(length) {
+  settings.memory = length;
+  showMemory();
+  repaint();
+  showLegend();
+  showStatus();
+  showToken();
+  if (chosen !== null && !draft) attempt(ask)(chosen);
+  keep();
+  clearTimeout(chooseMemory.timer); // a slider passes many
+  chooseMemory.timer = setTimeout(attempt(readAll), 150);
+}
+chooseMemory.timer = 0;
 
-function showTree() {
-  const onPath = new Set(shown.map(({ node }) => node.id));
-  const list = (nodes) => {
-    const made = make("ul");
-    for (const node of nodes) {
-      let children = [node];
-      while (children.length === 1) {
-        made.append(nodeItem(children[0], onPath));
-        children = work.children(children[0].id);
-      }
-      if (children.length) {
-        const item = make("li");
-        item.append(list(children));
-        made.append(item);
-      }
-    }
-    return made;
-  };
-  const roots = work.children(null);
-  element("tree").replaceChildren(roots.length ? list(roots) : make("p", "Nothing yet.", "help"));
+function choosePaint(paint) {
+  settings.paint = paint;
+  for (const input of element("paints").querySelectorAll("input")) input.checked = input.value === paint;
+  showLegend();
+  showToken();
+  repaint();
+  if (chosen !== null && !draft) attempt(ask)(chosen);
+  keep();
 }
 
-// Whether a model is served that can read a node and what is before it; kept work can be of another time.
+// Branches, models, sessions, and what is kept
+
+function describe(node, length) {
+  const readable = isReadable(node);
+  if (!readable) return { readable, label: `${count(length, "token")} that no model here can read, of ${node.model}` };
+  if (node.model !== model.id) return { readable, label: `${count(length, "token")} of ${node.model}` };
+  const words = quoted(textOf(node.ids.slice(0, 40)).replace(/\s+/g, " ").replace(/\ufffd+$/, "")).replaceAll("\u00b7", " ");
+  const first = node.parent === null || !node.ids.length ? "" : `${quoted(nameOf(node.ids[0]))} \u2013 `;
+  return { readable, label: `${first}${node.ids.length ? words : "(the end)"} (${count(length, "token")})` };
+}
+
+// Whether a model is served that can read a part and what is before it; kept work can be of another time.
 function isReadable(node) {
   for (let one = node; one; one = work.nodes.get(one.parent)) {
     const vocabSize = models.get(one.model)?.vocab_size ?? 0;
-    if (!one.tokens.every(({ id }) => id < vocabSize)) return false;
+    if (!one.ids.every((id) => id < vocabSize)) return false;
   }
   return true;
 }
 
-function labelOf(node, readable) {
-  const writer = node.kind === "you" ? "you" : "model";
-  if (!readable) return `${writer}: ${node.tokens.length} tokens that no model here can read, of ${node.model}`;
-  if (node.model !== model.id) return `${writer}: ${node.tokens.length} tokens of ${node.model}`;
-  return `${writer}: ${textOf(node.tokens.slice(0, 40)).replace(/\s+/g, " ")}`;
-}
-
-function nodeItem(node, onPath) {
-  const item = make("li");
-  const row = make("div");
-  const readable = isReadable(node);
-  const choose = make("button", `${onPath.has(node.id) ? "\u25cf" : "\u25cb"} ${labelOf(node, readable)}`, "node");
-  choose.disabled = !readable;
-  choose.type = "button";
-  choose.dataset.node = node.id;
-  choose.setAttribute("aria-current", String(node.id === work.current));
-  const drop = make("button", "\u2715");
-  drop.type = "button";
-  drop.dataset.drop = node.id;
-  drop.setAttribute("aria-label", "delete this part and what follows it");
-  row.append(choose, drop);
-  item.append(row);
-  return item;
+function showBranches() {
+  showTree(element("tree"), work, new Set(text.spans.map(({ node }) => node)), describe);
 }
 
 async function chooseNode(id) {
   if (running) return;
+  await tokenized();
   const node = work.nodes.get(id);
-  if (node.model !== model.id) await chooseModel(node.model);
+  if (!node) return;
+  if (node.model !== model.id) chooseModel(node.model);
   work.current = id;
   await showCurrent();
 }
 
-const fetchNamesOfNodes = () => fetchNames([...work.nodes.values()].filter((node) => node.model === model.id)
-  .flatMap((node) => node.tokens.map(({ id }) => id)));
-
 async function showCurrent() {
-  await fetchNamesOfNodes();
-  showText();
+  reading?.abort();
+  fresh = new Set();
+  undone = { back: [], forth: [] };
+  const own = new Text(work, currentNode(), model);
+  const starts = [...work.nodes.values()].filter((node) => node.model === model.id).flatMap((node) => node.ids.slice(0, 40));
+  await fetchNames([...own.ids, ...starts]);
+  showAll();
+  editor.select(editor.text.length);
+  showLegend();
   keep();
-  await compare();
+  attempt(readAll)();
 }
 
 async function dropNode(id) {
   if (running) return;
-  for (const { session } of work.remove(id)) {
-    if (session) remove(`v1/sessions/${session.id}`).catch(() => {});
-  }
+  await tokenized();
+  for (const node of work.remove(id)) for (const session of [...node.sessions]) drop(node, session);
   await showCurrent();
-  await showSessions();
 }
 
-// Sessions
-
-const size = (bytes) => bytes < 2 ** 20 ? `${(bytes / 2 ** 10).toFixed(1)} KiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
-
-async function showSessions() {
-  const { data, bytes } = await get("v1/sessions");
-  const owners = new Map([...work.nodes.values()].filter((node) => node.session).map((node) => [node.session.id, node]));
-  element("sessions-total").textContent = `${data.length} ${data.length === 1 ? "session" : "sessions"}, ${size(bytes)}. `
-    + "A deleted one is read again from the text when it is needed.";
-  element("sessions").hidden = !data.length;
-  element("sessions").tBodies[0].replaceChildren(...data.map((session) => {
-    const row = make("tr");
-    const node = owners.get(session.id);
-    const drop = make("button", "\u2715");
-    drop.type = "button";
-    drop.dataset.session = session.id;
-    drop.setAttribute("aria-label", "delete this session");
-    const last = make("td");
-    last.append(drop);
-    const end = node?.model === model.id ? `\u2026${textOf(node.tokens).slice(-20)}` : `${session.id.slice(0, 14)}\u2026`;
-    row.append(make("td", end), make("td", session.tokens.toLocaleString("en")),
-      make("td", `${session.memory_tokens.toLocaleString("en")} of ${session.memory_length.toLocaleString("en")}`),
-      make("td", size(session.bytes)), last);
-    return row;
-  }));
+async function showServerSessions() {
+  const sessions = await ownSessions(work.nodes.values());
+  showSessions(sessions, ({ node, one }) => node.model === model.id ? textOf(node.ids.slice(Math.max(0, one.at - 20), one.at)).slice(-20)
+    : node.model);
 }
 
-// Models, settings, links, and what is kept
-
-function keep() {
-  const isKept = work.keep({ ...settings, model: model?.id });
-  if (!isKept) report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
-}
-
-// Another tab has kept its work. What the user has selected here stays selected, unless the text itself is different.
-async function merge() {
-  const { lacks } = work.merge();
-  if (lacks) keep(); // both tabs have written at once
-  if (running || !model) return;
-  await fetchNamesOfNodes();
-  if (running) return;
-  const path = work.path(currentNode());
-  if (path.length === shown.length && path.every(({ token }, index) => token === shown[index].token)) {
-    shown.forEach(paintToken);
-    showTree();
-  } else {
-    showText();
-    await compare();
+async function keep() {
+  try {
+    await work.keep({ ...settings, model: model?.id });
+  } catch {
+    report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
   }
+}
+
+// Another tab has changed parts. What the user does here goes on.
+async function merge(touched) {
+  if (running || draft || !model) return;
+  if (!text.spans.some(({ node }) => touched.has(node.id))) return showBranches();
+  if (currentNode() === null) work.current = null;
+  const selection = editor.selected();
+  await showCurrent();
+  editor.select(...selection);
 }
 
 function chooseModel(id) {
   model = models.get(id) ?? models.values().next().value;
   names = new Map();
+  tops = new Map();
   element("model").value = model.id;
   settings.memory ??= model.memory_length;
-  showMemory();
-  fillHeads();
-  showAttention();
+  const options = (number) => [new Option("mean", ""), ...Array.from({ length: number }, (_, index) => new Option(String(index), String(index)))];
+  const [numLayers, numHeads] = model.attention ?? [0, 0];
+  element("layer").replaceChildren(...options(numLayers));
+  element("head").replaceChildren(...options(numHeads));
 }
 
 // Another model reads the same text, as a text of its own.
-const switchModel = (id) => writing(async (signal) => {
-  const text = textOf(shown.map(({ token }) => token));
+async function switchModel(id) {
+  await tokenized();
+  const value = textOf(text.ids);
   chooseModel(id);
-  work.current = null;
-  await showCurrent();
-  if (!text) return;
-  const { tokens } = await post("tokenize", { model: model.id, prompt: text, add_special_tokens: false }, signal);
-  await readPart(endOf(null), tokens, signal);
-});
+  await begin(value);
+}
+
+// Pictures and links
+
+function save(name, type, content) {
+  const link = make("a", undefined, "", { download: name, href: URL.createObjectURL(new Blob([content], { type })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+function savePicture() {
+  const notes = [`${model.id}: ${element("status").textContent}`, `${document.querySelector("#paints input:checked + span").textContent}. ${
+    [...element("legend").childNodes].map((node) => node.textContent).join("  ")}`];
+  save("transformer-xl.svg", "image/svg+xml", picture(editor, notes, paintAt, colourOf));
+}
 
 async function share() {
-  const parts = [];
-  for (const { token, node } of shown) {
-    if (parts.at(-1)?.node !== node) parts.push({ node, ids: [] });
-    parts.at(-1).ids.push(token.id);
-  }
-  const { memory, temperature, top_p, top_k, min_p, max_tokens } = settings;
-  const fragment = await linkFragment({ model: model.id, text: textOf(shown.map(({ token }) => token)),
-    parts: parts.map(({ node, ids }) => [node.kind, ids, node.seed]),
-    settings: { memory, temperature, top_p, top_k, min_p, max_tokens } });
+  await tokenized();
+  const { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } = settings;
+  const fragment = await linkFragment({ model: model.id, text: textOf(text.ids), chosen,
+    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]),
+    settings: { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } });
   element("link").value = location.origin + location.pathname + fragment;
   element("link-form").hidden = false;
   element("link").select();
@@ -686,25 +740,23 @@ async function openLink() {
   chooseModel(linked.model);
   Object.assign(settings, checkedSettings(linked.settings));
   showSettings();
-  await writing(async (signal) => {
-    let parts = linked.parts;
-    const tokens = parts.flatMap(([, ids]) => ids);
-    const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
-    if (same) await fetchNames(tokens);
-    if (!same || textOf(tokens.map((id) => ({ id }))) !== linked.text) {
-      const body = { model: model.id, prompt: linked.text, add_special_tokens: false };
-      parts = [["you", (await post("tokenize", body, signal)).tokens]];
-    }
-    let node = null;
-    for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
-      node = work.add(node, node?.tokens.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
-      node.linked = true;
-    }
-    if (!node) return;
-    work.current = node.id;
-    await showCurrent();
-    await run(node, 0, signal);
-  });
+  let { parts } = linked;
+  const tokens = parts.flatMap(([, ids]) => ids);
+  const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
+  if (same) await fetchNames(tokens);
+  if (!same || textOf(tokens) !== linked.text) {
+    const body = { model: model.id, prompt: linked.text, add_special_tokens: false };
+    parts = [["you", (await post("tokenize", body)).tokens]];
+  }
+  let node = null;
+  for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
+    node = work.add(node, node?.ids.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
+    node.linked = true;
+  }
+  if (!node) return;
+  work.current = node.id;
+  await showCurrent();
+  if (Number.isInteger(linked.chosen) && text.ids[linked.chosen] !== undefined) chooseAndShow(linked.chosen);
 }
 
 // Return the nearest value that an input takes.
@@ -715,44 +767,43 @@ function withinInput({ min, max, step }, value) {
 
 function checkedSettings(given) {
   const checked = {};
-  for (const [name, initial] of Object.entries(DEFAULTS)) {
+  for (const name of [...SETTINGS, "memory"]) {
     const value = given?.[name];
-    const isNumber = typeof value === "number" && Number.isFinite(value) && value >= 0;
-    const isSwitch = typeof initial === "boolean";
-    if (isNumber && !isSwitch || value === "" && name === "seed" || typeof value === "boolean" && isSwitch) {
-      checked[name] = SETTINGS.includes(name) && value !== "" ? withinInput(element(name), value) : value;
-    }
+    if (value === "" && name === "seed") checked[name] = value;
+    if (typeof value !== "number" || !Number.isFinite(value) || value < 0) continue;
+    checked[name] = name === "memory" ? value : withinInput(element(name), value);
   }
+  if (["surprisal", "memory", "attention"].includes(given?.paint)) checked.paint = given.paint;
   return checked;
 }
 
 function showSettings() {
   for (const name of SETTINGS) element(name).value = settings[name];
-  element("compare").checked = settings.compare;
-  element("attend").checked = settings.attend;
-  if (model) showMemory();
+  choosePaint(settings.paint);
 }
 
+let wanted = null; // the model with which the work was kept
+let isOpen = false;
 async function start() {
+  if (!isOpen) {
+    isOpen = true;
+    const kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
+    Object.assign(settings, checkedSettings(kept));
+    wanted = kept.model;
+  }
   const { data } = await get("v1/models");
+  document.querySelector("main").hidden = false;
   models = new Map(data.map((one) => [one.id, one]));
   element("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
-  chooseModel(currentNode()?.model ?? kept.model);
+  chooseModel(currentNode()?.model ?? wanted);
   if (!isReadable(currentNode())) work.current = null;
+  showSettings();
   await showCurrent();
-  await showSessions();
+  editor.root.focus({ preventScroll: true });
   await openLink();
 }
 
 // Events
-
-const kept = work.load();
-Object.assign(settings, checkedSettings(kept));
-showSettings();
-for (const swatch of document.querySelectorAll(".swatch")) {
-  const strength = swatch.dataset.fraction ?? strengthOf(Number(swatch.dataset.bits ?? 0), STRONG_BITS);
-  swatch.style.setProperty("--strength", strength);
-}
 
 // What the user does replaces the error before it; looking at the text does not.
 const look = (id, event, action) => element(id).addEventListener(event, attempt(action));
@@ -760,27 +811,28 @@ const on = (id, event, action) => look(id, event, (cause) => {
   report(null);
   return action(cause);
 });
-const indexOf = (event) => {
-  const span = event.target.closest?.("[data-index]");
-  return span ? Number(span.dataset.index) : null;
-};
 
-on("write", "submit", (event) => { event.preventDefault(); return write(); });
-// the browser can show what is wrong with an input only where it is not hidden
-element("write").addEventListener("invalid", () => { element("sampling").open = true; }, true);
-look("prompt", "keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("write").requestSubmit();
+element("examples").append(...EXAMPLES.map(([name], index) => make("button", name, "", { "data-example": index })));
+on("examples", "click", async ({ target }) => {
+  const { example } = target.dataset;
+  if (example === undefined || running) return;
+  choosePaint("memory");
+  await begin(EXAMPLES[example][1]);
 });
-on("stop", "click", () => running?.abort());
+on("go", "click", () => running ? running.abort() : goOn());
+document.addEventListener("mousedown", (event) => { // the text keeps the focus
+  if (document.activeElement === editor.root && /** @type {any} */ (event.target).closest("button")) event.preventDefault();
+});
 on("reroll", "click", reroll);
-on("fresh", "click", () => {
+on("fresh", "click", async () => {
   if (running) return;
+  await tokenized();
   work.current = null;
-  showText();
-  keep();
-  element("prompt").focus();
+  await showCurrent();
+  editor.root.focus();
 });
 on("share", "click", share);
+on("picture", "click", savePicture);
 on("key", "submit", async (event) => {
   event.preventDefault();
   useKey(element("key-value").value);
@@ -800,90 +852,136 @@ for (const name of SETTINGS) {
     keep();
   });
 }
-on("memory", "input", async ({ target }) => {
-  settings.memory = memoryLengths()[target.value];
-  showMemory();
-  keep();
-  await Promise.all([compare(), attend()]);
+look("paints", "change", ({ target }) => choosePaint(target.value));
+look("memory", "input", ({ target }) => chooseMemory(memoryLengths()[target.value]));
+look("curve", "click", ({ target }) => { if (target.dataset.memory) chooseMemory(Number(target.dataset.memory)); });
+for (const id of ["layer", "head"]) look(id, "change", showLooked);
+look("finding", "click", ({ target }) => { if (target.dataset.offset) chooseAndShow(editor.tokenAt(Number(target.dataset.offset))); });
+look("looks", "click", ({ target }) => { if (target.dataset.to) editor.reveal(editor.ends[Number(target.dataset.to)]); });
+look("token-parts", "click", ({ target }) => { if (target.dataset.to) choose(Number(target.dataset.to)); });
+on("alternatives", "click", ({ target }) => { if (target.dataset.id) return takeInstead(chosen, Number(target.dataset.id)); });
+on("branch", "click", () => writing((signal) => write(signal, chosen + 1)));
+on("reroll-here", "click", () => writing((signal) => write(signal, chosen, true)));
+const release = () => {
+  looked = null;
+  choose(null);
+  editor.select(editor.text.length);
+  showLegend();
+  repaint();
+  showStatus();
+};
+look("release", "click", release);
+on("tree", "click", async ({ target }) => {
+  const { node, drop: dropped } = target.closest("button")?.dataset ?? {};
+  if (node) await chooseNode(Number(node));
+  if (dropped) await dropNode(Number(dropped));
 });
-on("compare", "change", async ({ target }) => {
-  settings.compare = target.checked;
-  keep();
-  await compare();
+on("sessions", "click", async ({ target }) => {
+  const { session } = target.closest("button")?.dataset ?? {};
+  for (const node of work.nodes.values()) for (const one of node.sessions) if (one.id === session) drop(node, one);
+  target.closest("tr")?.remove();
+  await keep();
 });
-on("attend", "change", async ({ target }) => {
-  settings.attend = target.checked;
-  keep();
-  await attend();
+look("sessions-details", "toggle", showServerSessions);
+
+// The text
+const selected = () => editor.selected().toSorted((first, second) => first - second);
+look("text", "beforeinput", (event) => {
+  if (event.isComposing || event.inputType === "insertCompositionText") return; // read when it has ended
+  event.preventDefault();
+  const [range] = event.getTargetRanges(); // of what is dropped or replaced
+  if (range) getSelection().setBaseAndExtent(range.startContainer, range.startOffset, range.endContainer, range.endOffset);
+  else if (event.inputType.startsWith("delete") && getSelection().isCollapsed) {
+    getSelection().modify("extend", event.inputType.endsWith("Forward") ? "forward" : "backward",
+      event.inputType.includes("Word") ? "word" : event.inputType.includes("Line") ? "lineboundary" : "character");
+  }
+  const [start, end] = selected();
+  if (/^insert(Line|Paragraph)/.test(event.inputType)) type(start, end, "\n");
+  else if (event.inputType.startsWith("insert")) type(start, end, event.data ?? event.dataTransfer?.getData("text/plain") ?? "");
+  else if (event.inputType.startsWith("delete")) type(start, end, "");
 });
-for (const id of ["layer", "head"]) look(id, "change", showAttention);
-const rows = ["with", "without", "difference"];
-for (const id of rows) {
-  look(id, "scroll", ({ target }) => {
-    for (const other of rows) element(other).scrollTop = target.scrollTop;
+document.addEventListener("selectionchange", () => editor.selected());
+look("text", "focus", () => { if (!editor.root.matches(":active")) editor.select(...editor.last); });
+let composed = 0;
+look("text", "compositionstart", () => {
+  editor.composing = true;
+  composed = editor.lineOf(editor.selected()[0]);
+});
+look("text", "compositionend", () => {
+  editor.composing = false;
+  const { start, before, after } = editor.changedLine(composed);
+  let [same, rest] = [0, 0];
+  while (same < before.length && before[same] === after[same]) same++;
+  while (rest < Math.min(before.length, after.length) - same && before.at(-1 - rest) === after.at(-1 - rest)) rest++;
+  type(start + same, start + before.length - rest, after.slice(same, after.length - rest));
+});
+for (const name of ["copy", "cut"]) {
+  look("text", name, (event) => {
+    event.preventDefault();
+    const [start, end] = selected();
+    event.clipboardData.setData("text/plain", realText(start, end));
+    if (name === "cut") type(start, end, "");
   });
 }
-for (const id of ["text", "attended", ...rows]) {
-  look(id, "pointerover", async (event) => {
-    const index = indexOf(event);
-    if (index !== null && !pinned) await focusToken(index);
-  });
-}
-look("text", "click", (event) => {
-  const index = indexOf(event);
-  if (index === null) return;
-  moveTo(index);
-  pin(index);
+look("text", "click", ({ clientX, clientY, detail }) => {
+  const index = draft || detail > 1 ? null : editor.tokenUnder(clientX, clientY);
+  if (index !== null) choose(index);
+  else if (!draft) release();
+  showStatus();
 });
-look("text", "focusin", async (event) => {
-  const index = indexOf(event);
-  if (index !== null && !pinned && event.target.matches(":focus-visible")) await focusToken(index);
+let moved = 0;
+look("text", "keyup", ({ key, altKey }) => {
+  if (!/^(Arrow|Home|End|Page)/.test(key) || altKey || draft) return;
+  const [anchor, focus] = editor.selected();
+  showStatus();
+  clearTimeout(moved);
+  if (anchor !== focus || !text.length) return;
+  const index = Math.min(text.length - 1, editor.tokenAt(focus));
+  moved = setTimeout(() => { if (!draft && !running) choose(index); }, 100);
 });
-look("text", "keydown", (event) => {
-  const index = indexOf(event);
-  if (index === null) return;
-  const moves = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + 10, ArrowUp: index - 10, Home: 0,
-    End: shown.length - 1 };
-  if (event.key in moves) {
-    pinned = false;
-    clearAttention();
-    moveTo(moves[event.key]);
-  } else if (event.key === "Enter" || event.key === " ") pin(index);
+let pointed = null;
+look("scroller", "pointermove", ({ clientX, clientY, pointerType }) => {
+  const index = draft || pointerType === "touch" ? null : editor.tokenUnder(clientX, clientY);
+  if (index !== pointed) {
+    pointed = index;
+    element("tip").hidden = index === null || index >= text.length;
+    if (element("tip").hidden) return;
+    const [first, bits] = [editor.firstOf(index), sum(surprisal, editor.firstOf(index), index)];
+    const saved = memory() ? sum(saving, first, index) : NaN;
+    element("tip").textContent = `${quoted(editor.text.slice(editor.startOf(first), editor.ends[index]))} ${
+      Number.isNaN(bits) ? "not read yet" : `${bits.toFixed(1)} bits`}${Number.isNaN(saved) ? ""
+      : `, memory ${saved < 0 ? "costs" : "saves"} ${Math.abs(saved).toFixed(1)}`}`;
+  }
+  const x = Math.min(clientX + 12, innerWidth - 200);
+  element("tip").style.transform = `translate(${x}px, ${clientY + 18}px)`;
+});
+look("scroller", "pointerleave", () => {
+  pointed = null;
+  element("tip").hidden = true;
+});
+look("scroller", "scroll", () => repaint(false));
+addEventListener("resize", () => repaint());
+document.addEventListener("keydown", attempt((event) => {
+  const { key, code, altKey, shiftKey } = event;
+  const isCommand = event.ctrlKey || event.metaKey;
+  const paint = ["surprisal", "memory", "attention"][["Digit1", "Digit2", "Digit3"].indexOf(code)];
+  if (document.querySelector("main").hidden) return;
+  if (key === "Escape") running ? running.abort() : release();
+  else if (isCommand && key === "Enter") running || attempt(goOn)();
+  else if (altKey && paint) choosePaint(paint);
+  else if (altKey && (key === "ArrowUp" || key === "ArrowDown") && hasMemory(model)) {
+    const lengths = memoryLengths();
+    const length = lengths[lengths.indexOf(settings.memory) + (key === "ArrowUp" ? 1 : -1)];
+    if (length !== undefined) chooseMemory(length);
+  } else if (isCommand && event.target === editor.root && key.toLowerCase() === "z") undo(shiftKey ? ["forth", "back"] : ["back", "forth"]);
+  else if (isCommand && event.target === editor.root && key.toLowerCase() === "y") undo(["forth", "back"]);
   else return;
   event.preventDefault();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (running) running.abort();
-  else release();
-});
-look("release", "click", release);
-on("branch", "click", () => {
-  const { node, index } = shown[focused];
-  cursor = { node, at: index + 1 };
-  showCursor();
-  element("prompt").focus();
-});
-on("reroll-here", "click", () => rerollFrom(shown[focused]));
-on("alternatives", "click", (event) => {
-  const button = event.target.closest("button");
-  if (button) return takeInstead(shown[focused], Number(button.dataset.id));
-});
-on("tree", "click", async (event) => {
-  const { node, drop } = event.target.closest("button")?.dataset ?? {};
-  if (node) await chooseNode(Number(node));
-  if (drop) await dropNode(Number(drop));
-});
-on("sessions", "click", async (event) => {
-  const { session } = event.target.closest("button")?.dataset ?? {};
-  if (!session) return;
-  await remove(`v1/sessions/${session}`);
-  await showSessions();
-});
+}));
 addEventListener("hashchange", attempt(async () => {
   if (running) return;
   report(null);
   await openLink();
 }));
-addEventListener("storage", attempt(async ({ key }) => { if (key === STORAGE) await merge(); }));
+addEventListener("pagehide", () => { keep(); });
 attempt(start)();

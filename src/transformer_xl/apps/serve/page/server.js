@@ -14,6 +14,7 @@ export function useKey(key) {
 }
 
 async function send(method, path, body, signal) {
+  /** @type {Record<string, string>} */
   const headers = {};
   const key = sessionStorage.getItem(KEY);
   if (key) headers.authorization = `Bearer ${key}`;

@@ -1,27 +1,70 @@
-// The work of the page: texts as trees. A node is a part that was written or generated in one go; it follows the first
-// `at` tokens of its parent. Kept in localStorage, which all tabs share, and one text in the fragment of a link.
+// The work of the page: texts as trees. A part was written or generated in one go; it follows the first `at` tokens of its
+// parent. Kept in IndexedDB, which all tabs share, and one text in the fragment of a link.
 
-export const STORAGE = "transformer-xl work";
+/** @typedef {{memory: number, at: number, id: string}} Session what a server has read of a part, with `at` of its tokens */
+/** @typedef {{id: number, parent: number|null, at: number, kind: string, model: string, seed: number|null, ids: number[],
+ *   bits: Record<number, number[]>, rough: number[], sessions: Session[], linked?: boolean}} Part bits by memory length;
+ *   `rough`: those with which it was generated, until it is read */
+/** @typedef {{node: Part, start: number, end: number}} Span the tokens that a text has of a part */
+
 const MAX_LINK_TOKENS = 100_000;
 const MAX_LINK_CHARACTERS = 4_000_000;
+const TAB = "transformer-xl text"; // in sessionStorage: the id of the last part of the text of this tab
 
-// Return an integer that no other tab has given to a node: of 53 random bits.
+const isIndex = (value) => Number.isInteger(value) && value >= 0;
+const isIds = (value) => Array.isArray(value) && value.every(isIndex);
+
+// Return an integer that no other tab has given to a part: of 53 random bits.
 function randomId() {
   const [high, low] = crypto.getRandomValues(new Uint32Array(2));
   return high * 2 ** 21 + (low >>> 11);
 }
 
-export class Work {
-  nodes = new Map();
-  deleted = new Set(); // ids, so that another tab that still has the nodes deletes them too
-  current = null; // id of the node at whose end the text ends
+/** @param {IDBRequest} request @returns {Promise<any>} */
+const result = (request) => new Promise((resolve, reject) => {
+  request.onsuccess = () => resolve(request.result);
+  request.onerror = () => reject(request.error);
+});
 
-  // Add a part after the first `at` tokens of a node, or as the beginning of a text.
+const packed = ({ bits, ids, ...rest }) => ({ ...rest, ids: Int32Array.from(ids),
+  bits: Object.fromEntries(Object.entries(bits).map(([memory, values]) => [memory, Float32Array.from(values)])) });
+
+// What is kept can be of another version, or damaged: return null then.
+function unpackedPart(kept) {
+  try {
+    const part = { ...kept, ids: Array.from(kept.ids),
+      bits: Object.fromEntries(Object.entries(kept.bits).map(([memory, values]) => [memory, Array.from(values, Number)])) };
+    const isPart = isIndex(part.id) && (part.parent === null || isIndex(part.parent)) && isIndex(part.at)
+      && ["you", "model"].includes(part.kind) && typeof part.model === "string" && isIds(part.ids)
+      && Array.isArray(part.rough) && part.sessions.every(({ memory, at, id }) => isIndex(memory) && isIndex(at)
+        && typeof id === "string");
+    return isPart ? part : null;
+  } catch {
+    return null;
+  }
+}
+
+export class Work {
+  /** @type {Map<number, Part>} */ nodes = new Map();
+  /** @type {number|null} */ current = null; // id of the part at whose end the text ends
+  /** @type {IDBDatabase|null} */ #database = null;
+  #changed = new Set();
+  #removed = new Set();
+  #channel = new BroadcastChannel("transformer-xl");
+
+  /** Add a part after the first `at` tokens of another, or as the beginning of a text. @param {Part|null} parent */
   add(parent, at, kind, model, ids = [], seed = null) {
-    while (parent && at === 0) [parent, at] = [this.nodes.get(parent.parent), parent.at];
-    const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed,
-      tokens: ids.map((id) => ({ id, bits: null, top: [] })), session: null };
+    while (parent && at === 0) [parent, at] = [this.nodes.get(parent.parent) ?? null, parent.at];
+    /** @type {Part} */
+    const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed, ids, bits: {}, rough: [],
+      sessions: [] };
     this.nodes.set(node.id, node);
+    return this.touch(node);
+  }
+
+  /** Let a part be kept that has changed. @param {Part} node */
+  touch(node) {
+    this.#changed.add(node.id);
     return node;
   }
 
@@ -29,78 +72,82 @@ export class Work {
     return [...this.nodes.values()].filter((node) => node.parent === id);
   }
 
-  // Delete a node and what follows it; return the deleted ones.
+  /** Delete a part and what follows it; return the deleted ones. @returns {Part[]} */
   remove(id) {
     const node = this.nodes.get(id);
     const removed = [node, ...this.children(id).flatMap((child) => this.remove(child.id))];
     this.nodes.delete(id);
-    this.deleted.add(id);
+    this.#removed.add(id);
     if (removed.some((one) => one.id === this.current)) this.current = node.parent;
     return removed;
   }
 
-  // The tokens of a text from its beginning, each with its node and its index there.
-  path(node, end = node?.tokens.length) {
-    const parts = [];
-    for (; node; end = node.at, node = this.nodes.get(node.parent)) {
-      const owner = node;
-      parts.unshift(node.tokens.slice(0, end).map((token, index) => ({ token, node: owner, index })));
+  /** The parts of a text from its beginning. @param {Part|null|undefined} node @returns {Span[]} */
+  spans(node, end = node?.ids.length) {
+    const spans = [];
+    for (; node; end = node.at, node = this.nodes.get(node.parent)) spans.unshift({ node, start: 0, end });
+    let start = 0;
+    for (const span of spans) {
+      [span.start, span.end] = [start, start + span.end];
+      start = span.end;
     }
-    return parts.flat();
+    return spans;
   }
 
-  // Keep the work in the browser: without alternatives if it is too large. Return whether all of it is kept.
-  keep(settings) {
-    this.merge();
-    for (const withTops of [true, false]) {
-      const nodes = [...this.nodes.values()].map((node) => ({ ...node,
-        tokens: node.tokens.map(({ id, bits, top }) => withTops ? [id, bits, top] : [id, bits]) }));
-      try {
-        localStorage.setItem(STORAGE,
-          JSON.stringify({ nodes, deleted: [...this.deleted], current: this.current, settings }));
-        return withTops;
-      } catch { /* the quota of the browser; try with less */ }
-    }
-    return false;
+  /** Open what is kept; return the settings. @param {(touched: Set<number>) => void} listener hears of other tabs */
+  async open(listener) {
+    const request = indexedDB.open("transformer-xl", 1);
+    request.onupgradeneeded = () => {
+      request.result.createObjectStore("parts", { keyPath: "id" });
+      request.result.createObjectStore("state");
+    };
+    this.#database = await result(request);
+    this.#channel.onmessage = async ({ data: { changed, removed } }) => {
+      for (const id of removed) this.nodes.delete(id);
+      await this.#load(changed);
+      listener(new Set([...changed, ...removed]));
+    };
+    await this.#load(null);
+    const state = await result(this.#database.transaction("state").objectStore("state").get("page")) ?? {};
+    const current = Number(sessionStorage.getItem(TAB) ?? state.current ?? 0);
+    this.current = this.nodes.has(current) ? current : null;
+    return state.settings ?? {};
   }
 
-  // Add what this tab or another one has kept to what is here; return it, and whether it lacks some of what is here.
-  merge() {
-    let kept = {};
-    let nodes = [];
+  async #load(ids) {
+    const store = this.#database.transaction("parts").objectStore("parts");
+    const kept = ids ? await Promise.all(ids.map((id) => result(store.get(id)))) : await result(store.getAll());
+    for (const one of kept) {
+      const part = unpackedPart(one);
+      if (part && !this.#changed.has(part.id)) this.nodes.set(part.id, part);
+    }
+    for (const { id, parent } of [...this.nodes.values()]) { // what follows a part that is gone or damaged
+      if (parent !== null && !this.nodes.has(parent) && this.nodes.has(id)) this.remove(id);
+    }
+    while (this.current !== null && !this.nodes.has(this.current)) this.current = null;
+  }
+
+  /** Keep what has changed. Rejects where the browser has no room. */
+  async keep(settings) {
+    sessionStorage.setItem(TAB, String(this.current ?? 0));
+    if (!this.#database) return;
+    const [changed, removed] = [[...this.#changed].filter((id) => this.nodes.has(id)), [...this.#removed]];
+    const transaction = this.#database.transaction(["parts", "state"], "readwrite");
+    const done = new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
+    for (const id of removed) transaction.objectStore("parts").delete(id);
+    for (const id of changed) transaction.objectStore("parts").put(packed(this.nodes.get(id)));
+    transaction.objectStore("state").put({ settings, current: this.current }, "page");
+    [this.#changed, this.#removed] = [new Set(), new Set()];
     try {
-      kept = JSON.parse(localStorage.getItem(STORAGE)) ?? {};
-      nodes = (kept.nodes ?? []).map((node) => (
-        { ...node, tokens: node.tokens.map(([id, bits, top = []]) => ({ id, bits, top })) }));
-      for (const id of kept.deleted ?? []) this.deleted.add(id);
-    } catch {
-      kept = {}; // of another version, or damaged
+      await done;
+    } catch (error) {
+      for (const id of changed) this.#changed.add(id);
+      throw error;
     }
-    for (const node of nodes) {
-      const own = this.nodes.get(node.id);
-      if (!own) this.nodes.set(node.id, node);
-      else node.tokens.forEach((token, index) => {
-        if (index >= own.tokens.length) own.tokens.push(token);
-        else if (own.tokens[index].bits === null) Object.assign(own.tokens[index], token);
-      });
-    }
-    // a deleted node stays where another tab has added to it meanwhile
-    const alive = new Set();
-    for (const node of this.nodes.values()) {
-      if (this.deleted.has(node.id)) continue;
-      for (let one = node; one && !alive.has(one.id); one = this.nodes.get(one.parent)) alive.add(one.id);
-    }
-    while (this.current !== null && !alive.has(this.current)) this.current = this.nodes.get(this.current)?.parent ?? null;
-    for (const id of this.nodes.keys()) if (!alive.has(id)) this.nodes.delete(id);
-    const found = new Set(nodes.map(({ id }) => id));
-    return { kept, lacks: [...alive].some((id) => !found.has(id)) };
-  }
-
-  // Load what is kept; return the settings.
-  load() {
-    const { kept } = this.merge();
-    this.current = this.nodes.has(kept.current) ? kept.current : null;
-    return kept.settings ?? {};
+    if (changed.length + removed.length) this.#channel.postMessage({ changed, removed });
   }
 }
 
@@ -136,8 +183,7 @@ export async function linkedText(fragment) {
     throw new Error("The link is damaged: it may have been cut.");
   }
   const isText = typeof text?.model === "string" && typeof text.text === "string" && Array.isArray(text.parts)
-    && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && Array.isArray(part[1])
-      && part[1].every((id) => Number.isInteger(id) && id >= 0));
+    && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1]));
   if (!isText || text.parts.flatMap((part) => part[1]).length > MAX_LINK_TOKENS) {
     throw new Error("The link has no text that this page can open.");
   }
