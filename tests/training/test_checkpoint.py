@@ -68,6 +68,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lstm": ({"architecture": "lstm"}, {"micro_batch_size": 2}),
     "qrnn": ({"architecture": "qrnn", "zoneout": 0.2}, {"optimizer": "muon"}),
     "shaw": ({"architecture": "shaw"}, {"activation_checkpointing": True}),
+    "xlnet": ({"architecture": "xlnet", "bi_data": True}, {"batch_size": 4, "micro_batch_size": 2}),
     "vaswani": ({"architecture": "vaswani"}, {"loss": "half"}),
     "al-rfou": (
         {"architecture": "al-rfou", "intermediate_layer_losses": True, "num_targets": 2},

@@ -477,8 +477,8 @@ class XLNetConfig(RelativeConfig):
         first, second = own.part_lengths(train.segment_length)
         if first < 1 or second < (2 if self.functional_ids else 1):
             raise ValueError(
-                f"model.reuse_length {first:,} is too near to train.segment_length {train.segment_length:,}; "
-                "half of it, or a longer segment"
+                f"model.reuse_length {first:,} leaves too little of train.segment_length {train.segment_length:,}; "
+                "give half of it, or a longer segment"
             )
         most = min(2 * first, 2 * second + 1)
         if (own.num_predict or 0) > most:
