@@ -38,6 +38,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [path for path in DOCUMENTS if path.name not in ("log.md", "export.md", "lm-eval.md")]
 # the largest value of each setting
 SMALL = {
+    "reuse_length": 8, "perm_size": 8, "num_predict": 4,
     "n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8, "d_ff": 16, "d_embed": 16, "max_ngram": 3,
     "ngram_buckets": 64, "d_ngram": 4, "segment_length": 16, "memory_length": 32, "batch_size": 2, "max_steps": 6,
     "warmup_steps": 2, "eval_interval": 3, "checkpoint_interval": 3, "eval_tokens": 100, "max_tokens": 300,
@@ -82,6 +83,7 @@ GIVEN = {
     "surprisal.md": "corpora/ptb garden-paths.csv",
     "training.md": "my-recipe.yaml corpora/mine train.txt valid.txt test.txt",
     "transformers.md": "runs/mine hub/transfo-xl",
+    "xlnet.md": "corpora/mine page.txt topics.jsonl",
 }
 # files of programs that are not here; tests/integrations/checkpoints reads what they write
 ELSEWHERE = ("LM-TFM", "pretrained_xl", "downloads/xlnet")

@@ -278,3 +278,23 @@ def test_odd_micro_batches_of_backward_rows_are_refused(tmp_path: Path) -> None:
     model = {**MODEL, "architecture": "xlnet", "bi_data": True}
     with pytest.raises(UserError, match="6 rows make odd micro-batches; give a batch_size that is a multiple"):
         start(tmp_path / "run", letters_corpus(tmp_path / "corpus"), model=model, batch_size=6, micro_batch_size=4)
+
+
+def test_the_collator_of_transformers_hides_what_should_be_seen() -> None:
+    """It masks the content stream too, and has a query for every place; the paper's objective has neither."""
+    from tokenizers import Tokenizer, models
+    from transformers import DataCollatorForPermutationLanguageModeling, PreTrainedTokenizerFast
+
+    vocab = {word: index for index, word in enumerate(["<mask>", "<pad>", *(f"w{index}" for index in range(30))])}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="<pad>")), mask_token="<mask>", pad_token="<pad>"
+    )
+    torch.manual_seed(3)
+    batch = DataCollatorForPermutationLanguageModeling(fast)([{"input_ids": list(range(2, 32))}])
+    is_target_BT = batch["labels"] != -100
+    assert 1 < is_target_BT.sum() < 15
+    assert (batch["input_ids"][is_target_BT] == fast.mask_token_id).all()
+    assert torch.equal(batch["target_mapping"][0], torch.eye(30))
+    segment = dataset(functional_tokens=()).read(DatasetPosition())  # ours has the text itself, and fewer queries
+    np.testing.assert_array_equal(segment.inputs_BX, segment.targets_BT)
+    assert (segment.loss_mask_BT.sum(1) == 7).all()
