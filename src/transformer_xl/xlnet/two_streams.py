@@ -376,15 +376,20 @@ class XLNet(RelativeModel, LanguageModel):
             memory: as for `forward`; the next one keeps `reuse_length` tokens.
             progress: without effect.
             order: as for `LanguageModel.training_losses`; it is needed.
+
+        Raises:
+            UserError: as by `two_streams`, or there is no order.
         """
+        targets_BT = as_token_ids(targets, self.config.vocab_size, "targets")
+        check_type(order, Tensor, "order", "give the places and segments of the tokens, those of PermutedDataset")
         assert order is not None
         rank_BT, segments_BT = order.unbind(1)
-        targets_BT = as_token_ids(targets, self.config.vocab_size, "targets")
+        targets_BT = to_device(targets_BT, rank_BT.device)
         own = self.config.resolved(targets_BT.shape[1])
         assert own.reuse_length is not None
         is_predicted_BT = rank_BT >= 0
         for index in self.config.functional_ids:
-            is_predicted_BT = is_predicted_BT & (to_device(targets_BT, rank_BT.device) != index)
+            is_predicted_BT = is_predicted_BT & (targets_BT != index)
         # a number that is known without waiting for the device; a row with fewer has further places, without weight
         places_BQ = is_predicted_BT.int().argsort(dim=1, descending=True, stable=True)[:, : own.num_predict]
         visible_BTT = visible_in_order(rank_BT)
@@ -398,7 +403,7 @@ class XLNet(RelativeModel, LanguageModel):
             bi_data=self.config.bi_data,
             num_kept=own.reuse_length,
         )
-        losses_BQ = self.nats(streams.query_BQD, targets_BT.gather(1, places_BQ.to(targets_BT.device)))
+        losses_BQ = self.nats(streams.query_BQD, targets_BT.gather(1, places_BQ))
         losses_BT = losses_BQ.new_zeros(rank_BT.shape).scatter(1, places_BQ, losses_BQ)
         return losses_BT, torch.zeros_like(losses_BT), streams.memory
 
