@@ -152,10 +152,10 @@ def surprisal(
     readings |= {f"surprisal_bits_{name}": (plan, words.start_I[is_first_I]) for name, plan in plans.items()}
     for name, (plan, starts_N) in readings.items():
         bits_R = words.surprisal_bits(model, plan, starts_N, whitespace=whitespace, progress=progress)
-        columns = {name: bits_R}
+        found = {name: bits_R}
         if plan.keep_orders:
-            columns = {name: bits_R.mean(-1), f"{name}{_SPREAD}": bits_R.std(-1, ddof=1)}
-        for column, values_R in columns.items():
+            found = {name: bits_R.mean(-1), f"{name}{_SPREAD}": bits_R.std(-1, ddof=1)}
+        for column, values_R in found.items():
             for row, bits in zip(rows, values_R.tolist(), strict=True):
                 row[column] = bits
     # an end without tokens: of a tokenizer that has no newline, or that joins it to the last word
