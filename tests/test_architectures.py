@@ -17,11 +17,13 @@ from transformer_xl.baselines.recurrent import RecurrentModel
 from transformer_xl.baselines.shaw import ShawTransformer
 from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, run_settings
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.xlnet.two_streams import XLNet
 
 SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}
 SHAW = {"architecture": "shaw", "max_relative_positions": 3}
 MODELS = {  # the class that builds each architecture
     "transformer-xl": TransformerXL,
+    "xlnet": XLNet,
     "shaw": ShawTransformer,
     "vaswani": AbsoluteTransformer,
     "al-rfou": AbsoluteTransformer,

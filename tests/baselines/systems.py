@@ -20,6 +20,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "qrnn, kernel 1": {"architecture": "qrnn", "qrnn_kernel_size": 1},
     "qrnn, kernel 2": {"architecture": "qrnn"},  # the default
     "shaw": {"architecture": "shaw", "max_relative_positions": 5},
+    "xlnet": {"architecture": "xlnet"},
     "vaswani": {"architecture": "vaswani"},
     "vaswani, n-grams": {"architecture": "vaswani", "max_ngram": 3},
     "al-rfou": {"architecture": "al-rfou", "max_position_embeddings": 17},

@@ -123,7 +123,8 @@ def test_inputs_and_memory_are_not_changed(tokens, name):
     model, text = make_system(name, dropout=0.2).train(), tokens(2, 5)
     _, memory = model(tokens(2, 7))
     before, text_before = copied_tensors(memory), text.clone()
-    losses_BT, auxiliary_BT, after = model.training_losses(text, text, memory, progress=0.0)
+    order_B2T = torch.stack([torch.arange(5).expand(2, -1), text % 2], 1) if model.config.has_orders else None
+    losses_BT, auxiliary_BT, after = model.training_losses(text, text, memory, progress=0.0, order=order_B2T)
     (losses_BT + auxiliary_BT).sum().backward()
     assert torch.equal(text, text_before)
     assert_same_tensors(memory, before)
@@ -148,7 +149,11 @@ def test_activation_checkpointing_gives_the_same_gradients(tokens, name):
 def test_continuous_inputs_equal_the_embedding(tokens, name):
     model, text = make_system(name), tokens(2, 5)
     # the scaled embedding, and that of n-grams, is the input to the first layer
-    inputs_BTD = model.embedding(text) * 14**0.5 if model.ngrams is None else model.embed(text, None, None, None)[0]
+    inputs_BTD = (
+        model.embedding(text) * model.config.embedding_scale
+        if model.ngrams is None
+        else model.embed(text, None, None, None)[0]
+    )
     assert torch.equal(model(inputs=inputs_BTD)[0], model(text)[0])
 
 

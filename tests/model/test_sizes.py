@@ -71,7 +71,9 @@ def test_bounds_of_recipes_are_close(name: str):
     cache = min_cache(config.model, config.train.memory_length, training=True)
     bound = 16 * min_parameters(config.model) + 4 * config.train.batch_size * (activations + cache)
     assert recipe.bytes_per_step is not None
-    assert 0.65 * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
+    # of masked attention, the bound counts the matrices that a fused kernel saves, and the recipe those of a CPU
+    least = 0.3 if config.model.has_orders else 0.65
+    assert least * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
 
 
 def test_fsdp_divides_weights_gradients_and_optimizer_state():

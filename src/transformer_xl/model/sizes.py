@@ -83,6 +83,7 @@ def min_activations(
     if isinstance(config, TransformerXLConfig):
         # the normalized hidden states that keys are computed from, and the keys before they are normalized
         per_key += config.norm_first * config.d_model + config.qk_norm * inner
+    per_key += 2 * config.has_orders * config.n_heads * segment_length  # the scores' mask of each stream is a matrix
     return config.n_layers * (segment_length * per_token + (memory_length + segment_length) * per_key)
 
 

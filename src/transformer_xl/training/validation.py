@@ -107,8 +107,8 @@ class Validator:
                 segment = dataset.read(position, context_length=context_length)
                 inputs_BX = to_device(torch.from_numpy(segment.inputs_BX), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
-                order = None if segment.order_B2T is None else torch.from_numpy(segment.order_B2T)
-                order = () if order is None else (None, to_device(order, device))
+                order = segment.order_B2T  # None: from left to right
+                order = () if order is None else (None, to_device(torch.from_numpy(order), device))
                 with autocast(device, self._config.dtype):
                     losses_BT, _, memory = model(inputs_BX, segment.targets_BT, memory, *order)
                 pending.append((losses_BT * loss_mask_BT).sum())

@@ -122,12 +122,8 @@ class _BothSides:
         dropout: float,
     ) -> Tensor:
         q_BTNH, k_BSNH, v_BSNH, r_PNH, content_bias_NH, position_bias_NH = inputs.tensors()
-        segments = SegmentTerm(
-            self.segments_BT[rows],
-            self.key_segments_BS[rows],
-            embedding_2NH.to(q_BTNH.dtype),
-            bias_NH.to(q_BTNH.dtype),
-        )
+        own, all_keys, dtype = self.segments_BT[rows], self.key_segments_BS[rows], q_BTNH.dtype
+        segments = SegmentTerm(own, all_keys, embedding_2NH.to(dtype), bias_NH.to(dtype))
         return relative_attention(
             *(q_BTNH[rows], k_BSNH[rows], v_BSNH[rows], r_PNH, content_bias_NH, position_bias_NH),
             causal=False,
@@ -297,7 +293,8 @@ class XLNet(RelativeModel, LanguageModel):
         x_BTD, memory = self.embed(tokens, memory, lengths_B=lengths)
         batch_size, num_new = x_BTD.shape[:2]
         num_kept, device = num_new if num_kept is None else num_kept, x_BTD.device
-        visible_BTT = ~torch.eye(num_new, dtype=torch.bool, device=device).expand(batch_size, -1, -1)
+        itself_TT = torch.eye(num_new, dtype=torch.bool, device=device)
+        visible_BTT = ~itself_TT.expand(batch_size, -1, -1)
         if visible is not None:
             visible_BTT = _checked("visible", visible, (batch_size, num_new, num_new), torch.bool)
         targets_BQ = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
@@ -329,7 +326,6 @@ class XLNet(RelativeModel, LanguageModel):
             new_BTT = visible_BTT | is_shifted_BT[:, None]
             return F.pad(new_BTT, (num_slots, 0), value=True)[:, None] & is_read_BS[:, None, None]
 
-        itself_TT = torch.eye(num_new, dtype=torch.bool, device=device)
         both_sides = _BothSides(
             targets_BQ=targets_BQ,
             content_mask_B1TS=with_memory(visible_BTT | itself_TT),
@@ -340,13 +336,8 @@ class XLNet(RelativeModel, LanguageModel):
             num_kept=num_kept,
             kernel=self.attn_implementation or "auto",
         )
-        encoding_PD = encode_distances(
-            num_slots + num_new,
-            config.d_model,
-            self.like,
-            num_later=num_new - 1,
-            clamp=memory.context_limits.clamp_length,
-        )
+        limits, positions = memory.context_limits, (num_slots + num_new, config.d_model, self.like)
+        encoding_PD = encode_distances(*positions, num_later=num_new - 1, clamp=limits.clamp_length)
         if bi_data:
             sines_PK, cosines_PK = encoding_PD.chunk(2, dim=1)
             encoding_PD = torch.cat([encoding_PD, torch.cat([-sines_PK, cosines_PK], dim=1)])
