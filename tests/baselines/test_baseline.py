@@ -123,7 +123,7 @@ def test_inputs_and_memory_are_not_changed(tokens, name):
     model, text = make_system(name, dropout=0.2).train(), tokens(2, 5)
     _, memory = model(tokens(2, 7))
     before, text_before = copied_tensors(memory), text.clone()
-    order_B2T = torch.stack([torch.arange(5).expand(2, -1), text % 2], 1) if model.config.has_orders else None
+    order_B2T = torch.stack([torch.arange(5).expand(2, -1), text % 2], 1) if model.config.orders else None
     losses_BT, auxiliary_BT, after = model.training_losses(text, text, memory, progress=0.0, order=order_B2T)
     (losses_BT + auxiliary_BT).sum().backward()
     assert torch.equal(text, text_before)

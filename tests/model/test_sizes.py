@@ -72,7 +72,7 @@ def test_bounds_of_recipes_are_close(name: str):
     bound = 16 * min_parameters(config.model) + 4 * config.train.batch_size * (activations + cache)
     assert recipe.bytes_per_step is not None
     # of masked attention, the bound counts the matrices that a fused kernel saves, and the recipe those of a CPU
-    least = 0.3 if config.model.has_orders else 0.65
+    least = 0.3 if config.model.orders else 0.65
     assert least * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
 
 

@@ -107,8 +107,6 @@ class BaseModelConfig(_Architecture):
 
     has_memory: ClassVar[bool] = True
     """Whether the model passes information from one segment to the next."""
-    has_orders: ClassVar[bool] = False
-    """Whether training predicts some tokens of each segment, in random orders."""
     is_recurrent: ClassVar[bool] = False
     """Whether it passes a state of fixed size, which depends on all earlier tokens."""
 
@@ -202,6 +200,11 @@ class BaseModelConfig(_Architecture):
             "d_ngram": "" if self.max_ngram > 1 else "max_ngram 2 or more",
         }
         return {name: need for name, need in needed.items() if need}
+
+    @property
+    def orders(self) -> XLNetConfig | None:
+        """These settings if training predicts some tokens of each segment in random orders, or None."""
+        return None
 
     def resolved(self, segment_length: int) -> Self:
         """Return the settings with the defaults that depend on the length of training segments filled in."""
@@ -416,8 +419,6 @@ class TransformerXLConfig(RelativeConfig):
 class XLNetConfig(RelativeConfig):
     """XLNet (Yang et al. 2019), which learns to predict the tokens of a block in random orders."""
 
-    has_orders: ClassVar[bool] = True
-
     architecture: Literal["xlnet"] = "xlnet"
     norm_eps: float = Field(default=1e-12, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
@@ -441,6 +442,11 @@ class XLNetConfig(RelativeConfig):
     it has them; none: a segment is plain text."""
     bi_data: bool = False
     """Read half of a batch's rows backward, with negated distances."""
+
+    @property
+    @override
+    def orders(self) -> XLNetConfig | None:
+        return self
 
     @property
     @override

@@ -170,7 +170,7 @@ class LanguageModel(ModelWithMemory):
             targets: as for `nats`; targets (B, T) of the last T tokens.
             memory: as for `forward`.
             progress: fraction of the training steps that are done, from 0 to 1.
-            order: for models whose settings have `has_orders`: place of each token in the order in which it is
+            order: for models whose settings have `orders`: place of each token in the order in which it is
                 predicted, and its segment (B, 2, T).
 
         Returns:

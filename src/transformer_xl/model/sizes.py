@@ -83,7 +83,8 @@ def min_activations(
     if isinstance(config, TransformerXLConfig):
         # the normalized hidden states that keys are computed from, and the keys before they are normalized
         per_key += config.norm_first * config.d_model + config.qk_norm * inner
-    per_key += 2 * config.has_orders * config.n_heads * segment_length  # the scores' mask of each stream is a matrix
+    # the scores' mask of each stream is a matrix
+    per_key += 2 * config.n_heads * segment_length if config.orders is not None else 0
     return config.n_layers * (segment_length * per_token + (memory_length + segment_length) * per_key)
 
 

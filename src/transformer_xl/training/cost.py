@@ -163,7 +163,7 @@ def _run_step(
     tokens_BX = torch.zeros(batch_size, num_inputs, dtype=torch.int64, device="meta")
     targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
     order_B2T = None
-    if config.has_orders:  # the cost depends on the number of predicted tokens alone
+    if config.orders is not None:  # the cost depends on the number of predicted tokens alone
         order_B2T = torch.zeros(batch_size, 2, segment_length, dtype=torch.int64, device="meta")
     with context:
         losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BX, targets_BT, memory, progress=0.0, order=order_B2T)

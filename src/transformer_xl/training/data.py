@@ -64,9 +64,9 @@ def training_dataset(corpus: Corpus, run: RunConfig, world: DistributedContext =
         dataset = ShuffledDocumentDataset(
             split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed
         )
-    if run.model.has_orders:
+    if (model := run.model.orders) is not None:
         dataset = PermutedDataset(
-            split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed, model=run.model
+            split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed, model=model
         )
     check_training(dataset, config.segment_length)
     return dataset

@@ -407,7 +407,7 @@ def complete_settings(
     }
     settings = merge(settings, {"corpus": reference, "model": {"vocab_size": corpus.tokenizer.vocab_size}})
     settings = merge(settings, {"train": _limit_epochs(checked, corpus, overrides.get("train", {}), log)})
-    if checked.model.has_orders and checked.model.functional_tokens == "auto":
+    if (model := checked.model.orders) is not None and model.functional_tokens == "auto":
         settings = merge(settings, {"model": {"functional_tokens": corpus.tokenizer.separators}})
     checked = run_settings(settings, "settings")
     if checked.model.cutoffs == "auto":

@@ -47,9 +47,9 @@ class Validator:
         self.text_id = f"{self.num_tokens} tokens of {corpus.record.splits['valid'].sha256}"
         """Identifies this text, because losses of different texts must not be compared."""
         self.dataset = validation_dataset(tokens, corpus.tokenizer.bos_token_id, config, world)
-        rows, in_order = self.dataset.batch_size, None
+        rows, in_order, model = self.dataset.batch_size, None, run.model.orders
         is_even = not run.model.reads_backward or self.dataset.local_batch_size % 2 == rows % (2 * world.size) == 0
-        if run.model.has_orders and is_even and len(tokens) >= rows * config.segment_length:
+        if model is not None and is_even and len(tokens) >= rows * config.segment_length:
             in_order = PermutedDataset(
                 tokens,
                 split.document_starts[split.document_starts < len(tokens)],
@@ -58,7 +58,7 @@ class Validator:
                 bos_token_id=corpus.tokenizer.bos_token_id,
                 shard=world.shard,
                 seed=0,  # the same orders in each validation
-                model=run.model,
+                model=model,
             )
         self.in_order: TokenDataset | None = in_order
         """The text as it is predicted in training, if that is not from left to right and it is long enough."""
@@ -69,7 +69,7 @@ class Validator:
 
         Arguments are those of `sum_losses`.
         """
-        sums = self.in_order and self._sums(self.in_order, model, memory, should_stop)
+        sums = None if self.in_order is None else self._sums(self.in_order, model, memory, should_stop)
         return sums[0] / sums[1] if sums else None
 
     def sum_losses(self, model: nn.Module, memory: Memory, should_stop: Callable[[int, int], bool]) -> float | None:
