@@ -59,7 +59,10 @@ def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) ->
     [
         ("--model.architecture lsmt", "model.architecture|lsmt"),
         ("--model.architecture lstm --model.qrnn-kernel-size 1", "qrnn_kernel_size is a setting of qrnn, .* lstm"),
-        ("--model.architecture al-rfou --model.clamp-length 3", "clamp_length is a setting of transformer-xl, xlnet, shaw"),
+        (
+            "--model.architecture al-rfou --model.clamp-length 3",
+            "clamp_length is a setting of transformer-xl, xlnet, shaw",
+        ),
         ("--model.architecture lstm --model.attention-window 3", "attention_window is a setting of .* this is .* lstm"),
         ("--model.architecture qrnn --evaluation.clamp-length 3", "qrnn has no clamp_length; give none"),
         ("--model.architecture lstm --train.compile layers", "train.compile layers is not for lstm"),
