@@ -10,8 +10,9 @@ part. In each part spans are drawn (`draw_targets`), and blocks of `perm_size` t
 but are not predicted themselves (as in the authors' code, `_local_perm`).
 
 Where the settings name no SEP and CLS, the second part is the text after the first. With `bi_data`, rows 1, 3, ... are
-the texts of rows 0, 2, ..., read backward. What differs from the authors' code: spans count tokens and not words, each
-block has an order of its own, and A ends anywhere, as a corpus has documents and no sentences.
+the texts of rows 0, 2, ..., read backward. What differs from the authors' code: spans may begin inside a word, each
+block has an order of its own, the number of predicted tokens is exact, spans of backward rows are drawn in the order of
+reading, and A ends anywhere, as a corpus has documents and no sentences.
 
 Everything follows from seed, epoch, segment and row, so nothing but the position is saved.
 
@@ -60,7 +61,7 @@ def draw_targets(
     contexts_K = lengths_K * config.mask_alpha // config.mask_beta
     before_K = (generator.random(num_predict) * contexts_K).astype(np.int64)
     starts_K = np.cumsum(lengths_K + contexts_K) - lengths_K - contexts_K + before_K
-    fits_K = starts_K + lengths_K <= len(can_predict)
+    fits_K = starts_K + lengths_K < len(can_predict)  # one that ends with the part is left out there too
     chosen_X = np.zeros(len(can_predict), np.bool_)
     for start, length in zip(starts_K[fits_K], lengths_K[fits_K], strict=True):
         chosen_X[start : start + length] = True
