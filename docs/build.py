@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -59,7 +60,12 @@ def broken_links(site: Path) -> list[str]:
 def build() -> int:
     """Build the site from scratch and return the exit status."""
     scripts = Path(sys.executable).parent  # contains ruff, with which mkdocstrings formats signatures
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "docs"), "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "docs"),
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "REPOSITORY": project["urls"].get("Repository", ""),  # the one place with the address, once there is one
+    }
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"

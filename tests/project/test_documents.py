@@ -26,6 +26,23 @@ def code_blocks(text: str, label: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{label}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def wide_lines(text: str) -> list[str]:
+    """Return the lines of code blocks that are wider than the site's column in a window of 1,280 pixels."""
+    blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for indent, block in blocks for line in block.splitlines() if len(line) - len(indent) > 98]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
+def test_code_fits_the_column(document: Path) -> None:
+    if document.name not in ("attention-operator.md", "conformer.md"):  # which still scroll
+        assert wide_lines(document.read_text(encoding="utf-8")) == []
+    assert wide_lines(f"```sh\n{'x' * 99}\n```\n") == ["x" * 99]
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 90
+
+
 def txl_arguments(text: str) -> Iterator[list[str]]:
     """Yield the arguments of each `txl` command line in a code block, up to a pipe or redirection."""
     for block in code_blocks(text):
