@@ -71,7 +71,8 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=BLUE, alpha=0.3, linewidth=0)
     axes.plot(places, means, "-o", color=BLUE, markersize=5)
     for place, mean in zip(places, means, strict=True):
-        axes.annotate(f"{mean:.3f}", (place, mean), (0, -14), textcoords="offset points", ha="center", fontsize=8)
+        offset = (0, -14) if place else (20, 2)
+        axes.annotate(f"{mean:.3f}", (place, mean), offset, textcoords="offset points", ha="center", fontsize=8)
     trained = list(results["bits_per_byte"]).index(str(results["trained_memory_length"]))
     axes.axvline(trained, color=BLACK, linestyle=":", linewidth=1, alpha=0.5)
     axes.text(trained + 0.08, max(means), "memory in training", fontsize=9, color="0.3")
