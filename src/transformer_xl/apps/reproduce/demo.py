@@ -73,7 +73,7 @@ def curve_rows(values: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _difference(scores: Mapping[str, Any]) -> str:
-    return f"{scores['difference']:+.3f} ± {scores['difference_spread']:.3f}"
+    return f"{round(scores['difference'], 3) + 0.0:+.3f} ± {scores['difference_spread']:.3f}"
 
 
 def _verdict(values: Mapping[str, Any]) -> str:
@@ -81,7 +81,7 @@ def _verdict(values: Mapping[str, Any]) -> str:
     none, *_, longest = values["by_memory_length"]
     said = []
     for scores, name in ((none, "no memory"), (longest, f"a memory of {longest['memory_length']:,}")):
-        is_noise = abs(scores["difference"]) <= scores["difference_spread"]
+        is_noise = abs(scores["difference"]) <= max(scores["difference_spread"], 0.0005)  # shown as 0.000
         kind = "no difference beyond the spread" if is_noise else "worse" if scores["difference"] > 0 else "better"
         said.append(f"{name} {_difference(scores)} bits per byte ({kind})")
     return f"Against the length of training, {' and '.join(said)}."
@@ -212,7 +212,7 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
         passage: HTML of a passage with what memory gained.
     """
     folder, test, curve = RunFolder.open(training.path), values["test"], values["by_memory_length"]
-    model, train_config, run = folder.config.model, folder.config.train, quoted(folder.path)
+    model, train_config = folder.config.model, folder.config.train
     return page(
         "Transformer-XL, trained on this computer",
         [
@@ -251,9 +251,9 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             ),
             heading("What to try next"),
             verbatim(
-                f"# how surprising each line of your file is to it\ntxl score {run} YOUR-FILE.py --per line\n\n"
-                f"# other prompts\ntxl generate {run} --prompt 'def ' --num-samples 3\n\n"
-                f"# what its heads look at\ntxl analyze attention {run}\n\n"
+                f"# how surprising each line of your file is to it\ntxl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
+                f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def ' --num-samples 3\n\n"
+                f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
                 "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"
                 "# an hour of training: 1.295 bits per byte of this test text with Python 3.11.7\n"
