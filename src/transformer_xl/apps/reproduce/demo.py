@@ -251,7 +251,8 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             ),
             heading("What to try next"),
             verbatim(
-                f"# how surprising each line of your file is to it\ntxl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
+                "# how surprising each line of your file is to it\n"
+                f"txl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
                 f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def ' --num-samples 3\n\n"
                 f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
