@@ -78,7 +78,7 @@ def _difference(scores: Mapping[str, Any]) -> str:
 
 def _verdict(values: Mapping[str, Any]) -> str:
     """Return a sentence on no memory and on the longest, each beside the length of training."""
-    none, *_, longest = values["by_memory_length"]
+    none, longest = values["by_memory_length"][0], values["by_memory_length"][-1]
     said = []
     for scores, name in ((none, "no memory"), (longest, f"a memory of {longest['memory_length']:,}")):
         is_noise = abs(scores["difference"]) <= max(scores["difference_spread"], 0.0005)  # shown as 0.000
@@ -238,7 +238,8 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             _memory_chart(curve),
             table(CURVE_COLUMNS, curve_rows(values)),
             paragraph(
-                f"The {_PASSAGE} bytes of this text in which memory gained most, colored by how much more likely each "
+                f"The {min(_PASSAGE, curve[0]['bytes'])} bytes of this text in which memory gained most, "
+                "colored by how much more likely each "
                 "became than without memory:"
             ),
             passage,
