@@ -1,19 +1,24 @@
 """Markdown extension of the documentation site: fills in what is generated from the code.
 
 A line `<!-- generated: settings -->` in a page becomes the tables of all settings, `<!-- generated: commands -->` the
-flags of all commands, and `<!-- generated: api -->` the reference of every public name of the package.
+flags of all commands, `<!-- generated: api -->` the reference of every public name of the package, and
+`<!-- generated: tour -->` the notebook examples/tour.ipynb with its outputs.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 from pydantic.fields import FieldInfo
+from torch import nn
 from typing_extensions import override
 
 import transformer_xl
@@ -116,17 +121,50 @@ def command_pages() -> Iterator[str]:
 
 
 def api_entries() -> Iterator[str]:
-    """Yield a directive of mkdocstrings for each public name; settings are on a page of their own."""
+    """Yield the public names by theme, as directives of mkdocstrings; settings are on a page of their own."""
+    themes: dict[str, list[str]] = {"Workflow": [], "Model": [], "Results and data": [], "Settings": []}
     for name in transformer_xl.__all__:
-        yield f"::: transformer_xl.{name}"
-        kind = getattr(config, name, None)
-        if isinstance(kind, type) and issubclass(kind, Settings):
-            properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
-            yield f"    options:\n      members: {properties or False}\n      inherited_members: false"
+        themes[_theme(getattr(transformer_xl, name))].append(name)
+    for theme, names in themes.items():
+        yield f"## {theme}\n"
+        for name in names:
+            yield f"::: transformer_xl.{name}"
+            kind = getattr(config, name, None)
+            if isinstance(kind, type) and issubclass(kind, Settings):
+                properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
+                yield f"    options:\n      members: {properties or False}\n      inherited_members: false"
+            yield ""
+
+
+def _theme(thing: Any) -> str:
+    if inspect.isfunction(thing):
+        return "Workflow"
+    if not isinstance(thing, type) or issubclass(thing, Settings):
+        return "Settings"
+    is_model = issubclass(thing, nn.Module) or thing.__module__.startswith(
+        ("transformer_xl.model.", "transformer_xl.run")
+    )
+    return "Model" if is_model else "Results and data"
+
+
+def tour() -> Iterator[str]:
+    """Yield the cells of the notebook, each with its outputs: text, HTML as it is, pictures inside the page."""
+    notebook = Path(__file__).parents[1] / "examples" / "tour.ipynb"
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                yield f"\n![output of the cell above](data:image/png;base64,{''.join(data['image/png']).strip()})"
+            elif "text/html" in data:
+                yield f"\n<div>{''.join(data['text/html']).strip()}</div>"
+            elif text := "".join(data.get("text/plain", "")).strip("\n"):
+                yield f"\n```\n{text}\n```"
         yield ""
 
 
-_GENERATORS = {"settings": settings_tables, "commands": command_pages, "api": api_entries}
+_GENERATORS = {"settings": settings_tables, "commands": command_pages, "api": api_entries, "tour": tour}
 
 
 class _Expand(Preprocessor):

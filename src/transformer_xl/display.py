@@ -91,12 +91,15 @@ def text_html(prompt: str, text: str) -> str:
     return f'<div style="white-space:pre-wrap">{shown}<i>{_more(len(text) - _MAX_TEXT, "characters")}</i></div>'
 
 
-def tokens_html(tokens: Iterable[tuple[str, str, float]], num_more: int = 0) -> str:
+def tokens_html(
+    tokens: Iterable[tuple[str, str, float]], num_more: int = 0, quantity: str = "loss of each token"
+) -> str:
     """Return a text whose background shows how surprising each token was.
 
     Args:
         tokens: text of each token, what a tooltip says about it, and its loss in nats.
         num_more: number of tokens of the text that are left out.
+        quantity: what the colors show, if not the loss.
     """
     spans = "".join(
         # a newline alone would have no visible background
@@ -106,7 +109,7 @@ def tokens_html(tokens: Iterable[tuple[str, str, float]], num_more: int = 0) -> 
     )
     scale = f"linear-gradient(90deg,{_color(0)},{_color(_STRONG_NATS)})"
     return (
-        f'<div>loss of each token: 0 <span style="background:{scale};padding:0 3em"></span> {_STRONG_NATS:g} nats or '
+        f'<div>{quantity}: 0 <span style="background:{scale};padding:0 3em"></span> {_STRONG_NATS:g} nats or '
         f'more</div><div style="white-space:pre-wrap;font-family:monospace;line-height:1.6">{spans}'
         f"<i>{_more(num_more, 'tokens')}</i></div>"
     )

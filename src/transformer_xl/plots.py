@@ -36,6 +36,8 @@ class Line:
     """Marker and line style as in matplotlib, such as `o--`."""
     colour: str | None = None
     """Colour of the line, or None for the next of COLOURS."""
+    spread: Sequence[float] = ()
+    """How far each value may be off, drawn as bars; the axis is then at least eight of the largest high."""
 
 
 def draw(
@@ -47,6 +49,7 @@ def draw(
     log_x: bool = False,
     max_y: float | None = None,
     legend_outside: bool = False,
+    width: float = 7.2,
 ) -> str:
     """Return a line chart as an SVG element.
 
@@ -58,12 +61,17 @@ def draw(
         log_x: whether the x axis is logarithmic.
         max_y: upper limit of the y axis, where higher lines are clipped, or None to show all values.
         legend_outside: whether the legend is to the right of the chart instead of inside it, for many lines.
+        width: width in inches, without such a legend.
     """
-    figure = Figure(figsize=(9.4 if legend_outside else 7.2, 4.0), layout="constrained")
+    figure = Figure(figsize=(9.4 if legend_outside else width, 4.0 if width > 6 else 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
     for line in lines:
         axes.plot(line.x, line.y, line.style, color=line.colour, label=line.label, linewidth=1.8)
+        if line.spread:
+            axes.errorbar(line.x, line.y, line.spread, fmt="none", ecolor=axes.lines[-1].get_color(), capsize=3)
+            (low, high), least = axes.get_ylim(), 8 * max(line.spread)
+            axes.set_ylim(min(low, (low + high - least) / 2), max(high, (low + high + least) / 2))  # magnifies no noise
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     tidy(axes)
     if log_x:

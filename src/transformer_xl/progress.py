@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Self
+from typing import Any, Self
 
 NOTE = "note: "
 """Beginning of every line that tells the user what they may not expect."""
+
+_SECONDS_BETWEEN_BARS = 0.25  # in a notebook
 
 _wording: Callable[[str], str] = str
 
@@ -59,8 +63,8 @@ def without_library_warnings() -> Iterator[None]:
 class ProgressBar:
     """A progress bar with throughput and remaining time.
 
-    It is drawn in a terminal, and in a notebook that has ipywidgets; anywhere else (a log file, a pipe) a plain line is
-    printed every few seconds. Use it as a context manager.
+    It is drawn in a terminal and in a notebook; anywhere else (a log file, a pipe) a plain line is printed every few
+    seconds. Use it as a context manager.
     """
 
     def __init__(self, title: str, total: int, unit: str, *, seconds_between_lines: float = 10.0) -> None:
@@ -82,8 +86,11 @@ class ProgressBar:
         self._start = self._last_line = time.perf_counter()
         self._first_done = 0
         console = Console(file=sys.stderr, highlight=False)
-        # in a notebook without ipywidgets, rich warns at every refresh
-        can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+        # in a notebook without ipywidgets, rich warns at every refresh; the notebook's own display draws a bar then
+        has_widgets = console.is_jupyter and find_spec("ipywidgets") is not None
+        self._is_html = console.is_jupyter and not has_widgets
+        self._cell: Any = None
+        can_draw = console.is_terminal or has_widgets
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=8),  # narrow, to leave room for the metrics
@@ -95,10 +102,19 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         self._bar.start()
+        if self._is_html:
+            self._cell = import_module("IPython.display").display({"text/html": ""}, raw=True, display_id=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+        if self._cell:
+            self._cell.update({"text/html": ""}, raw=True)
+
+    def _draw_html(self) -> None:
+        line = escape(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._status()}")
+        bar = f'<progress value="{self._done}" max="{self._total}" style="vertical-align:middle"></progress>'
+        self._cell.update({"text/html": f"{bar} {line}, {self._left()} left"}, raw=True)
 
     def begin_at(self, done: int) -> None:
         """Set the amount that was done before, in a resumed run; the throughput does not include it."""
@@ -115,7 +131,11 @@ class ProgressBar:
         self._done += amount
         self._notes = self._notes if notes is None else notes
         self._bar.update(self._task, completed=self._done, notes=self._status())
-        if self._bar.disable and time.perf_counter() - self._last_line >= self._seconds_between_lines:
+        seconds = time.perf_counter() - self._last_line
+        if self._cell and seconds >= _SECONDS_BETWEEN_BARS:
+            self._last_line += seconds
+            self._draw_html()
+        elif self._bar.disable and not self._cell and seconds >= self._seconds_between_lines:
             self._last_line = time.perf_counter()
             say(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._status()}, {self._left()} left")
 

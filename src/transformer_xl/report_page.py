@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 _STYLE = """
+:root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a;
   background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 .wide { overflow-x: auto; margin: 1rem 0; }
-.wide svg { width: 100%; min-width: 30rem; max-width: 50rem; height: auto; display: block; }
+svg { width: 100%; max-width: 40rem; height: auto; display: block; }
+.wide svg { min-width: 30rem; max-width: 50rem; }
 img { max-width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top; }
@@ -21,6 +23,11 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th {
 pre { background: #f5f5f2; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre mark { background: #cfe3f3; color: inherit; font-weight: bold; }
 details { margin: .8rem 0; } summary { cursor: pointer; }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #141414; } a { color: #8ab4f8; } .facts th { color: #aaa; }
+  pre { background: #222; } pre mark { background: #2a4a63; } th, td { border-color: #444; }
+  svg { filter: invert(.92) hue-rotate(180deg); } img { background: #fff; }
+}
 """
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
+import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cyclopts import CycloptsError
@@ -24,6 +28,23 @@ for_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda pa
 def code_blocks(text: str, label: str = r"\w*") -> list[str]:
     """Return the contents of fenced code blocks whose opening fence has the label."""
     return re.findall(rf"^```{label}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def wide_lines(text: str) -> list[str]:
+    """Return the lines of code blocks that are wider than the site's column in a window of 1,280 pixels."""
+    blocks = re.findall(r"^( *)```\w*\n(.*?)^\1```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for indent, block in blocks for line in block.splitlines() if len(line) - len(indent) > 98]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
+def test_code_fits_the_column(document: Path) -> None:
+    if document.name not in ("attention-operator.md", "conformer.md"):  # which still scroll
+        assert wide_lines(document.read_text(encoding="utf-8")) == []
+    assert wide_lines(f"```sh\n{'x' * 99}\n```\n") == ["x" * 99]
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 90
 
 
 def txl_arguments(text: str) -> Iterator[list[str]]:
@@ -143,12 +164,13 @@ def test_no_path_is_of_one_computer() -> None:
     assert {path: found for path, text in texts.items() if (found := local_paths(text))} == {}
 
 
-def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
-    specification = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
-    assert specification is not None
-    assert specification.loader is not None
-    build = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(build)
+@pytest.fixture(scope="module")
+def build() -> Any:
+    """The script that builds the site."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "build.py")))
+
+
+def test_broken_links_of_the_site_are_found(build: Any, tmp_path: Path) -> None:
     (tmp_path / "a.svg").touch()
     (tmp_path / "b.html").write_text('<h1 id="title">b</h1><a href="#title"></a><a href="a.html"></a>')
     valid = '<a href="b.html#title"></a><img src="a.svg"><a href="https://host/none"></a>'
@@ -156,6 +178,12 @@ def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
     assert build.broken_links(tmp_path) == []
     (tmp_path / "a.html").write_text(f'{valid}<a href="c.html"></a><img src="b.svg"><a href="b.html#none"></a>')
     assert build.broken_links(tmp_path) == ["a.html: c.html", "a.html: b.svg", "a.html: b.html#none"]
+
+
+def test_what_the_search_misses_is_found(build: Any, tmp_path: Path) -> None:
+    items = [{"title": "Your own tokenizer", "text": "a custom one"}, {"title": "wandb", "text": ""}]
+    (tmp_path / "search.json").write_text(json.dumps({"items": items}))
+    assert build.not_found(tmp_path, ("custom tokenizer", "wandb", "custom wandb")) == ["custom wandb"]
 
 
 # what documents name of other programs: files of the authors' code, functions of libraries

@@ -78,21 +78,38 @@ def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[di
     assert [row[1] for row in curve_table] == [f"{scores['bits_per_byte']:.3f}" for scores in curve.values()]
 
 
-def test_prompt_is_marked_in_the_sample(report: tuple[dict[str, Any], Path]) -> None:
+def test_prompt_is_marked_in_a_sample_at_each_temperature(report: tuple[dict[str, Any], Path]) -> None:
     values, file = report
     # not read_text, which would change a carriage return in the sample
-    marked = re.search(r"<pre><mark>(.*?)</mark>(.*?)</pre>", file.read_bytes().decode(), flags=re.DOTALL)
-    assert marked is not None
-    assert [unescape(part) for part in marked.groups()] == [values["prompt"], values["sample"]]
+    marked = re.findall(r"<pre><mark>(.*?)</mark>(.*?)</pre>", file.read_bytes().decode(), flags=re.DOTALL)
+    assert list(values["samples"]) == ["0.4", "0.7", "1"]
+    assert [tuple(map(unescape, parts)) for parts in marked] == [
+        (values["prompt"], text) for text in values["samples"].values()
+    ]
+
+
+def test_differences_within_the_spread_are_called_none(report: tuple[dict[str, Any], Path]) -> None:
+    curve = {scores["memory_length"]: scores for scores in report[0]["by_memory_length"]}
+    assert (curve[8]["difference"], curve[8]["difference_spread"]) == (0, 0)
+    for scores in curve.values():
+        difference = scores["bits_per_byte"] - curve[8]["bits_per_byte"]
+        assert scores["difference"] == pytest.approx(difference, abs=1e-5)
+    none = {"difference": 0.3, "difference_spread": 0.002}
+    longest = {"memory_length": 32, "difference": 0.001, "difference_spread": 0.002}
+    assert demo._verdict({"by_memory_length": [none, longest]}).endswith(
+        "no memory +0.300 ± 0.002 bits per byte (worse) and a memory of 32 +0.001 ± 0.002 bits per byte "
+        "(no difference beyond the spread)."
+    )
 
 
 def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], browser: Any) -> None:
-    """Only tables and charts scroll sideways, in themselves."""
     tab = browser.new_page(viewport={"width": 390, "height": 844}, is_mobile=True)
     tab.goto(report[1].as_uri())
     tab.locator("summary").click()
     assert tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
-    widths = tab.locator("svg").evaluate_all("all => all.map(svg => svg.getBoundingClientRect().width)")
-    assert len(widths) == 2
-    assert min(widths) > 390  # charts are not shrunk until their labels cannot be read
+    charts = tab.locator("svg").evaluate_all(
+        "all => all.map(svg => [svg.getBoundingClientRect().width, svg.viewBox.baseVal.width])"
+    )
+    assert len(charts) == 2
+    assert all(width <= 390 and width >= natural for width, natural in charts)  # labels of ten points stay readable
     tab.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from transformer_xl import __version__
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device, environment, resolve_dtype
+from transformer_xl.display import tokens_html
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.plots import Line, draw
 from transformer_xl.progress import ProgressBar, say
-from transformer_xl.report_page import chart, details, facts, heading, page, paragraph, sample, table, verbatim
+from transformer_xl.report_page import details, facts, heading, page, paragraph, sample, table, verbatim
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
@@ -30,13 +34,16 @@ from transformer_xl.training.train import TrainResult, train
 
 COLUMNS = ["model or command", "bits per byte", "bytes/s"]
 """Columns of the table of results."""
-CURVE_COLUMNS = ["memory length", "bits per byte", "bytes/s"]
+CURVE_COLUMNS = ["memory length", "bits per byte", "against as trained", "bytes/s"]
 """Columns of the table of results by memory length."""
 PROMPT = "class Queue:\n    def __init__(self"
 """Start of the generated sample."""
 
 _CURVE_TOKENS = 131_072  # test tokens scored with each memory length, from the start of the text
 _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
+_PARTS = 16  # of that text, whose differences give the spread
+_TEMPERATURES = (0.4, 0.7, 1.0)
+_PASSAGE = 480  # bytes that are shown with what memory gained
 
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
@@ -58,10 +65,26 @@ def curve_rows(values: Mapping[str, Any]) -> list[list[str]]:
         [
             f"{scores['memory_length']:,}{notes.get(scores['memory_length'], '')}",
             f"{scores['bits_per_byte']:.3f}",
+            _difference(scores),
             f"{scores['tokens_per_second']:,.0f}",
         ]
         for scores in values["by_memory_length"]
     ]
+
+
+def _difference(scores: Mapping[str, Any]) -> str:
+    return f"{round(scores['difference'], 3) + 0.0:+.3f} ± {scores['difference_spread']:.3f}"
+
+
+def _verdict(values: Mapping[str, Any]) -> str:
+    """Return a sentence on no memory and on the longest, each beside the length of training."""
+    none, longest = values["by_memory_length"][0], values["by_memory_length"][-1]
+    said = []
+    for scores, name in ((none, "no memory"), (longest, f"a memory of {longest['memory_length']:,}")):
+        is_noise = abs(scores["difference"]) <= max(scores["difference_spread"], 0.0005)  # shown as 0.000
+        kind = "no difference beyond the spread" if is_noise else "worse" if scores["difference"] > 0 else "better"
+        said.append(f"{name} {_difference(scores)} bits per byte ({kind})")
+    return f"Against the length of training, {' and '.join(said)}."
 
 
 def run_demo(
@@ -107,10 +130,16 @@ def run_demo(
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
 
+    losses = out / "losses.npy"
+
     def scores(name: str, number: int, config: EvaluationConfig) -> dict[str, Any]:
         with ProgressBar(name, number, "tokens") as bar:
-            return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
+            result = evaluate(run, test, config, max_tokens=number, progress=bar.advance, token_losses=losses)
+        nats_by_length[config.memory_length] = np.load(losses)
+        losses.unlink()
+        return result.as_dict()
 
+    nats_by_length: dict[int | None, Any] = {}
     whole = scores("test text", num_tokens, EvaluationConfig(batch_size=_BATCH_SIZE))
     curve = [
         scores(
@@ -120,6 +149,11 @@ def run_demo(
         )
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
     ]
+    for one in curve:
+        difference_K = (nats_by_length[one["memory_length"]] - nats_by_length[trained_length]) / math.log(2)
+        means = [part.mean() for part in np.array_split(difference_K, min(_PARTS, len(difference_K)))]
+        one["difference"] = float(difference_K.mean())
+        one["difference_spread"] = 2 * float(np.std(means, ddof=1)) / math.sqrt(len(means)) if means[1:] else 0.0
     content = run.tokenizer.decode_bytes(test.tokens[:num_tokens])
     values = {
         "run": str(trained.path),
@@ -129,14 +163,18 @@ def run_demo(
         "gzip_bits_per_byte": 8 * len(gzip.compress(content, 9)) / len(content),
         "xz_bits_per_byte": 8 * len(lzma.compress(content, preset=9)) / len(content),
         "prompt": PROMPT,
-        "sample": generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text,
+        "samples": {
+            f"{temperature:g}": generate(run, PROMPT, max_new_tokens=300, temperature=temperature, seed=1).text
+            for temperature in _TEMPERATURES
+        },
         "seconds": time.perf_counter() - start,
         "parameters": run.model.num_parameters(),
         "date": date,
         **environment(choose_device(trained.device)),
         "cores": num_cores(),
     }
-    write_text(report, demo_page(trained, values, corpus.source))
+    gained_K = nats_by_length[0] - nats_by_length[trained_length]
+    write_text(report, demo_page(trained, values, corpus.source, _passage(content, gained_K)))
     return trained, values
 
 
@@ -153,13 +191,25 @@ def _clear(out: Path) -> None:
         (out / "report.html").unlink(missing_ok=True)
 
 
-def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> str:
+def _passage(content: bytes, gained_K: Any) -> str:
+    """Return the passage in which memory gained most as HTML, each byte colored by the nats that it gained."""
+    sums_K = np.concatenate([[0.0], np.cumsum(gained_K, dtype=np.float64)])
+    length = min(_PASSAGE, len(gained_K))
+    start = int(np.argmax(sums_K[length:] - sums_K[:-length]))
+    shown = content[start : start + length].decode("ascii", "replace")  # a character for each byte
+    nats = gained_K[start : start + length].tolist()
+    tokens = [(text, f"{gain:+.2f} nats", gain) for text, gain in zip(shown, nats, strict=True)]
+    return tokens_html(tokens, quantity="gain by memory")
+
+
+def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, passage: str) -> str:
     """Return the report on a demo as HTML.
 
     Args:
         training: what the demo trained.
         values: what it measured, as returned by `run_demo`.
         source: description of the text.
+        passage: HTML of a passage with what memory gained.
     """
     folder, test, curve = RunFolder.open(training.path), values["test"], values["by_memory_length"]
     model, train_config = folder.config.model, folder.config.train
@@ -178,25 +228,38 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str) -> 
             facts(_facts(training, values, folder)),
             details("All settings of the run (config.yaml)", config_text(folder.config)),
             heading("Training"),
-            chart(_training_chart(folder)),
+            _training_chart(folder),
             heading("Does memory help?"),
             paragraph(
                 f"The same weights, evaluated with different memory lengths on the first {curve[0]['bytes']:,} "
-                "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
+                f"bytes. Lower is better. {_verdict(values)} The spread is two standard errors of the mean over "
+                f"{_PARTS} parts of this text; one training says nothing about other seeds."
             ),
-            chart(_memory_chart(curve)),
+            _memory_chart(curve),
             table(CURVE_COLUMNS, curve_rows(values)),
-            heading("A sample"),
             paragraph(
-                "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
+                f"The {min(_PASSAGE, curve[0]['bytes'])} bytes of this text in which memory gained most, "
+                "colored by how much more likely each "
+                "became than without memory:"
             ),
-            sample(PROMPT, values["sample"]),
+            passage,
+            heading("Samples"),
+            paragraph("The marked text is the prompt; the model generated the rest (top-k 40, seed 1)."),
+            *(
+                element
+                for temperature, text in values["samples"].items()
+                for element in (paragraph(f"Temperature {temperature}:"), sample(PROMPT, text))
+            ),
             heading("What to try next"),
             verbatim(
-                f"txl evaluate {quoted(folder.path)} --sweep-memory-length 0,64,256,1024\n"
-                f"txl generate {quoted(folder.path)} --prompt 'def '\n"
-                "txl prepare YOUR-FILES --out my-corpus\n"
-                "txl train --corpus my-corpus --run my-run"
+                "# how surprising each line of your file is to it\n"
+                f"txl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
+                f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def ' --num-samples 3\n\n"
+                f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
+                "# a model of your own text, in about five minutes\n"
+                "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"
+                "# an hour of training: 1.295 bits per byte of this test text with Python 3.11.7\n"
+                f"txl train fast-base --corpus {quoted(folder.path.parent / 'corpus')} --run hour"
             ),
         ],
     )
@@ -227,10 +290,11 @@ def _training_chart(folder: RunFolder) -> str:
     for split, label, style in (("train", "training text", "-"), ("valid", "validation text", "o-")):
         points = [(entry["step"], entry["bits_per_byte"]) for entry in metrics if entry["split"] == split]
         lines.append(Line(label, [step for step, _ in points], [bits for _, bits in points], style))
-    return draw("Bits per byte while training", "step", "bits per byte", lines)
+    return draw("Bits per byte while training", "step", "bits per byte", lines, width=4.9)
 
 
 def _memory_chart(curve: Sequence[Mapping[str, Any]]) -> str:
     lengths, bits = ([scores[name] for scores in curve] for name in ("memory_length", "bits_per_byte"))
-    line, title = Line("test text", lengths, bits, "o-"), "Test bits per byte by memory length"
-    return draw(title, "memory length (bytes)", "bits per byte", [line], log_x=True)
+    line = Line("test text", lengths, bits, "o-", spread=[scores["difference_spread"] for scores in curve])
+    title = "Test bits per byte by memory length"
+    return draw(title, "memory length (bytes)", "bits per byte", [line], log_x=True, width=4.9)

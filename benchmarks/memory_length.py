@@ -1,0 +1,104 @@
+"""Measures the loss of runs by memory length, and draws it beside models without memory, in docs/memory.svg.
+
+    for seed in 1 2 3; do txl train demo --corpus corpora/python-stdlib --run runs/seed-$seed --train.seed $seed; done
+    python benchmarks/memory_length.py runs/seed-1 runs/seed-2 runs/seed-3
+    python benchmarks/memory_length.py    # only draws
+
+The models without memory are those of equal_time.py, trained for 300 seconds on the same text, and scored on the same
+part of the test text, each token with at least seven eighths of a block before it. The runs are of one recipe and
+differ in their seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from chart import BLACK, BLUE, GREEN, HERE, ORANGE, set_style
+from environment import commit
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+LENGTHS = (0, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = 65_536  # of the test text, as in equal_time.py
+RESULTS, PEERS = (HERE / "results" / name for name in ("memory-length.json", "equal-time-python-stdlib.json"))
+
+
+def measure(folders: list[Path]) -> dict[str, Any]:
+    """Return bits per byte by memory length, a list with the value of each run."""
+    from transformer_xl import evaluate, load
+
+    runs = [load(folder) for folder in folders]
+    by_length = {
+        length: [
+            evaluate(run, "test", max_tokens=TOKENS, memory_length=length, batch_size=8).bits_per_byte for run in runs
+        ]
+        for length in LENGTHS
+    }
+    train = runs[0].config.train
+    return {
+        "command": f"python benchmarks/memory_length.py {' '.join(folder.name for folder in folders)}",
+        "commit": commit(),
+        "recipe": runs[0].config.recipe,
+        "seeds": [run.config.train.seed for run in runs],
+        "parameters": runs[0].model.num_parameters(),
+        "segment_length": train.segment_length,
+        "trained_memory_length": train.memory_length,
+        "max_steps": train.max_steps,
+        "train_sha256": runs[0].config.corpus.train_sha256,
+        "test_tokens": TOKENS,
+        "bits_per_byte": by_length,
+    }
+
+
+def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
+    """Return the chart: mean and range of the runs by memory length, and of each model without memory as a band."""
+    assert peers["text_sha256"] == results["train_sha256"], "not the same text"
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    labels = [f"{int(length):,}" for length in results["bits_per_byte"]]
+    places, values = range(len(labels)), list(results["bits_per_byte"].values())
+    for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2 of transformers", ORANGE)):
+        row = next(row for row in peers["tables"]["300"] if row["contestant"] == name)
+        axes.axhspan(*row["range"], color=color, alpha=0.4, linewidth=0)
+        text = f"{label}, no memory, blocks of {row['context']}"
+        axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=9)
+    means = [math.fsum(runs) / len(runs) for runs in values]
+    axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=BLUE, alpha=0.3, linewidth=0)
+    axes.plot(places, means, "-o", color=BLUE, markersize=5)
+    for place, mean in zip(places, means, strict=True):
+        offset = (0, -14) if place else (20, 2)
+        axes.annotate(f"{mean:.3f}", (place, mean), offset, textcoords="offset points", ha="center", fontsize=8)
+    trained = list(results["bits_per_byte"]).index(str(results["trained_memory_length"]))
+    axes.axvline(trained, color=BLACK, linestyle=":", linewidth=1, alpha=0.5)
+    axes.text(trained + 0.08, max(means), "memory in training", fontsize=9, color="0.3")
+    axes.set_xticks(places, labels)
+    axes.set_ylim(min(means) - 0.06)
+    axes.set(
+        title=f"Transformer-XL by memory length in evaluation; seeds: {len(results['seeds'])}",
+        xlabel=f"memory length in bytes, besides the segment of {results['segment_length']}",
+        ylabel="test bits per byte",
+    )
+    set_style(axes, "both")
+    return figure
+
+
+def main() -> None:
+    """Measure the runs that are given, and draw."""
+    parser = argparse.ArgumentParser(description="Draws the loss by memory length beside models without memory.")
+    parser.add_argument("runs", type=Path, nargs="*", help="runs to measure before drawing")
+    args = parser.parse_args()
+    if args.runs:
+        RESULTS.write_text(json.dumps(measure(args.runs), indent=1) + "\n", encoding="utf-8")
+    results, peers = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, PEERS))
+    print({length: [round(value, 4) for value in runs] for length, runs in results["bits_per_byte"].items()})
+    mpl.rcParams["svg.hashsalt"] = "transformer-xl"  # otherwise SVG ids are random
+    FigureCanvasSVG(draw(results, peers)).print_svg(HERE.parent / "docs" / "memory.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
