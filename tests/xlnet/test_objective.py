@@ -5,6 +5,7 @@ Shape suffixes: B batch rows, T tokens, Q predicted tokens.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from library_tokenizers import LINES, word_piece
 from torch import Tensor
-from training_runs import MODEL, letters_corpus, start
+from training_runs import MODEL, OPTIONS, letters_corpus, start
 from xlnet.test_two_streams import models
 
+from transformer_xl import train
 from transformer_xl.config import UserError, XLNetConfig, run_settings
 from transformer_xl.model.memory import Memory
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
 from transformer_xl.text.segments import DatasetPosition, Shard
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.library import LibraryTokenizer
 from transformer_xl.xlnet.objective import PermutedDataset, draw_order, draw_targets
 from transformer_xl.xlnet.two_streams import XLNet
 
@@ -248,8 +255,27 @@ def test_micro_batches_make_the_same_step(tmp_path: Path) -> None:
         torch.testing.assert_close(weights[1][name], tensor, atol=2e-4, rtol=0)
 
 
+def test_tokenizers_with_sep_and_cls_make_segments_of_two_texts(tmp_path: Path) -> None:
+    """From which both embeddings of segments learn; that of another segment has no gradient from plain text."""
+    changes = list[Tensor]()
+    for tokenizer, ids in ((LibraryTokenizer("tokenizers", json.dumps(word_piece())), (3, 2)), (ByteTokenizer(), ())):
+        text = "".join(LINES).encode() * 30
+        splits = {"train": [Document(f"{index}", [text]) for index in range(3)]}
+        corpus = write_corpus(tmp_path / f"{len(ids)}", splits, name="tiny", source="a test", tokenizer=tokenizer)
+        settings = {**MODEL, "architecture": "xlnet"}
+        lengths = {"segment_length": 24, "memory_length": 8, "batch_size": 2, "max_steps": 2, "warmup_steps": 0}
+        result = train(None, corpus, tmp_path / f"run-{len(ids)}", model=settings, train=lengths, **OPTIONS)
+        model = result.run.model
+        assert isinstance(model, XLNet)
+        assert model.config.functional_tokens == ids
+        torch.manual_seed(1)
+        changes.append(model.segment_embedding - XLNet(model.config).segment_embedding)
+    assert changes[0].all()
+    assert not changes[1][:, 1].any()
+
+
 @pytest.mark.parametrize(
-    ("model", "train", "message"),
+    ("model", "training", "message"),
     [
         ({"max_gram": 9, "perm_size": 8}, {}, "max_gram 9 is longer than a block of perm_size 8 tokens"),
         ({"functional_tokens": (3,)}, {}, "functional_tokens 3 must be two token ids below vocab_size 256"),
@@ -267,8 +293,8 @@ def test_micro_batches_make_the_same_step(tmp_path: Path) -> None:
         ({}, {"segment_length": 1}, "reuse_length 0 leaves too little"),
     ],
 )
-def test_wrong_settings_are_refused(model: dict[str, Any], train: dict[str, Any], message: str) -> None:
-    settings = {"model": {"architecture": "xlnet", **model}, "train": {"segment_length": 16, **train}}
+def test_wrong_settings_are_refused(model: dict[str, Any], training: dict[str, Any], message: str) -> None:
+    settings = {"model": {"architecture": "xlnet", **model}, "train": {"segment_length": 16, **training}}
     with pytest.raises(UserError, match=message) as refused:
         run_settings(settings, "test")
     assert len(str(refused.value).splitlines()) == 1
