@@ -203,7 +203,7 @@ export class Editor {
     const line = this.lineOf(offset);
     const node = this.#divs[line].firstChild;
     const inLine = Math.min(offset - this.#starts[line], this.#lines[line].length);
-    return node.nodeType === Node.TEXT_NODE ? [node, inLine] : [this.#divs[line], 0];
+    return node?.nodeType === Node.TEXT_NODE ? [node, inLine] : [this.#divs[line], 0];
   }
 
   /** The offset of a place in the document, or null if it is not in the text. */
