@@ -580,11 +580,12 @@ def test_leaving_the_page_loses_nothing(tab) -> None:
     tab.keyboard.press("Tab")
     tab.focus("#text")
     tab.keyboard.press("Control+Enter")
-    tab.wait_for_function("document.getElementById('text').textContent.length > 40")
-    written = tab.evaluate("document.getElementById('text').textContent")
+    many = tab.locator("#status", has_text=re.compile(r"\d\d+ tokens"))
+    many.wait_for()
+    written = text_of(tab)
     tab.reload()
-    tab.wait_for_function("document.getElementById('text').textContent.length > 40")
-    assert tab.evaluate("document.getElementById('text').textContent").startswith(written)
+    many.wait_for()
+    assert text_of(tab).startswith(written)
 
 
 def test_without_a_store_and_after_a_key_that_is_not_ascii(open_page, served) -> None:
@@ -593,7 +594,9 @@ def test_without_a_store_and_after_a_key_that_is_not_ascii(open_page, served) ->
     tab.reload()
     tab.locator("#key:visible").wait_for()
     denied = "get() { throw new DOMException('denied', 'SecurityError'); }"
-    tab.add_init_script(f"for (const name of ['sessionStorage', 'indexedDB']) Object.defineProperty(window, name, {{ {denied} }})")
+    tab.add_init_script(
+        f"for (const name of ['sessionStorage', 'indexedDB']) Object.defineProperty(window, name, {{ {denied} }})"
+    )
     tab.reload()
     tab.locator("#error", has_text="keeps no work").wait_for()
     write(tab, "abc")

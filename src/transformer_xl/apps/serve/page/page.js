@@ -935,9 +935,9 @@ look("text", "compositionend", () => {
 });
 for (const name of ["copy", "cut"]) {
   look("text", name, (event) => {
-    event.preventDefault();
     const [start, end] = selected();
     if (start === end) return; // as elsewhere, the clipboard stays
+    event.preventDefault();
     event.clipboardData.setData("text/plain", realText(start, end));
     if (name === "cut") type(start, end, "");
   });
