@@ -69,7 +69,7 @@ def test_integers_may_have_an_exponent() -> None:
 def test_descriptions_list_the_architectures_that_have_the_setting() -> None:
     descriptions = {name: str(field.description) for name, field in ModelFlags.model_fields.items()}
     assert "[qrnn]" in descriptions["zoneout"]
-    assert "[transformer-xl, shaw" in descriptions["clamp_length"]
+    assert "[transformer-xl, xlnet, shaw" in descriptions["clamp_length"]
     assert "[" not in descriptions["n_layers"].removesuffix("[if not set: 6]")
 
 

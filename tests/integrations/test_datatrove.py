@@ -147,7 +147,8 @@ def test_tasks_give_the_losses_and_labels_of_one_process(tmp_path: Path) -> None
     assert by_token.keys() == texts.keys()
     for name, values in by_token.items():
         assert values["ids"] == expected[name].ids_K.tolist()
-        np.testing.assert_allclose(values["nats"], expected[name].nats_K, rtol=0, atol=1e-6)
+        # within rounding, as batches differ: losses are up to 8, of which 1e-6 is two units in the last place
+        np.testing.assert_allclose(values["nats"], expected[name].nats_K, rtol=1e-6, atol=1e-6)
     # what the filter kept, in the splits that the ids decide
     kept = [name for name, text in texts.items() if len(text) > 40]
     assert 5 < len(kept) < len(texts) - 5

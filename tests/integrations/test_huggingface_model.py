@@ -350,7 +350,7 @@ def test_model_is_made_from_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"architecture": "gpt"}, "no architecture 'gpt'; known: transformer-xl, shaw"),
+        ({"architecture": "gpt"}, "no architecture 'gpt'; known: transformer-xl, xlnet, shaw"),
         ({"architecture": "lstm", "n_heads": 3}, "n_heads is no setting of lstm"),
         ({"n_layers": 0}, "n_layers"),
         ({"d_model": 13}, "d_model"),
