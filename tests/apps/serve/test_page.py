@@ -62,6 +62,8 @@ HOSTILE = """async () => {
   parts.put({ ...part, id: 4, model: markup });
   parts.put({ id: 5 });
   parts.put({ ...part, id: 6, sessions: [{ memory: 0, at: 0, id: `../../${markup}` }] });
+  parts.put({ ...part, id: 7, parent: 8 }); // a cycle
+  parts.put({ ...part, id: 8, parent: 7 });
   await new Promise((resolve) => { parts.transaction.oncomplete = resolve; });
   database.close();
 }"""
@@ -438,9 +440,9 @@ def test_screen_readers_hear_results_only(tab) -> None:
 
 def test_what_is_shown_cannot_be_reordered(tab) -> None:
     """Control characters are signs of the same length; what is copied has them as they are."""
-    text = "a\u202eb\u2066c\x00d\x1be\u200bf\tg"
+    text = "a\u202eb\u2066c\x00d\x1be\u200bf\tg\uffff"
     write(tab, text)
-    assert text_of(tab) == "a\u21c4b\u21c4c\u2400d\u241be\u25aff\tg"
+    assert text_of(tab) == "a\u21c4b\u21c4c\u2400d\u241be\u25aff\tg\u25af"
     xs = [spot(tab, index)[0] for index in range(len(text))]
     assert xs == sorted(xs)
     tab.keyboard.press("Control+a")
@@ -451,6 +453,9 @@ def test_what_is_shown_cannot_be_reordered(tab) -> None:
       return data.getData("text/plain");
     }"""
     assert tab.evaluate(copied) == text
+    tab.keyboard.press("End")
+    assert tab.evaluate(copied.replace("return", "return event.defaultPrevented ||")) == ""
+    tab.keyboard.press("Control+a")
     tab.keyboard.press("Delete")
     settled(tab)
     assert text_of(tab) == ""
@@ -561,6 +566,41 @@ def test_work_is_kept_and_a_link_has_the_text(tab, served, browser) -> None:
         assert "link" in page.locator("#error").inner_text()
         page.goto("about:blank")
     other.close()
+
+
+def test_leaving_the_page_loses_nothing(tab) -> None:
+    """Neither what has no tokens yet, nor what the model has written so far."""
+    tab.focus("#text")
+    tab.keyboard.insert_text("typed")
+    tab.reload()
+    tab.locator("#status", has_text="5 tokens").wait_for()
+    settled(tab)
+    assert text_of(tab) == "typed"
+    tab.fill("#max_tokens", "5000")
+    tab.keyboard.press("Tab")
+    tab.focus("#text")
+    tab.keyboard.press("Control+Enter")
+    many = tab.locator("#status", has_text=re.compile(r"\d\d+ tokens"))
+    many.wait_for()
+    written = text_of(tab)
+    tab.reload()
+    many.wait_for()
+    assert text_of(tab).startswith(written)
+
+
+def test_without_a_store_and_after_a_key_that_is_not_ascii(open_page, served) -> None:
+    tab = open_page(str(served[0].base_url).rstrip("/"))
+    tab.evaluate("sessionStorage.setItem('transformer-xl key', 'caf\u00e9')")
+    tab.reload()
+    tab.locator("#key:visible").wait_for()
+    denied = "get() { throw new DOMException('denied', 'SecurityError'); }"
+    tab.add_init_script(
+        f"for (const name of ['sessionStorage', 'indexedDB']) Object.defineProperty(window, name, {{ {denied} }})"
+    )
+    tab.reload()
+    tab.locator("#error", has_text="keeps no work").wait_for()
+    write(tab, "abc")
+    tab.locator("#status", has_text="3 tokens").wait_for()
 
 
 def test_tabs_share_their_parts(tab, open_page, served) -> None:

@@ -30,7 +30,7 @@ document.adoptedStyleSheets = [sheet];
 /** Replace what is not seen, or changes the order of what is, by signs of the same length. */
 export const visible = (text) => text
   .replace(/[\0-\x08\x0b-\x1f]/g, (character) => String.fromCharCode(0x2400 + character.charCodeAt(0)))
-  .replace(/[\x7f-\x9f\u00ad\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb]/g, "\u25af")
+  .replace(/[\x7f-\x9f\u00ad\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff]/g, "\u25af")
   .replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\u21c4");
 
 const encoder = new TextEncoder();
@@ -203,7 +203,7 @@ export class Editor {
     const line = this.lineOf(offset);
     const node = this.#divs[line].firstChild;
     const inLine = Math.min(offset - this.#starts[line], this.#lines[line].length);
-    return node.nodeType === Node.TEXT_NODE ? [node, inLine] : [this.#divs[line], 0];
+    return node?.nodeType === Node.TEXT_NODE ? [node, inLine] : [this.#divs[line], 0];
   }
 
   /** The offset of a place in the document, or null if it is not in the text. */

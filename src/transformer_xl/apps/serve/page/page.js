@@ -4,13 +4,15 @@ import { colourOf, Editor, joined, NUM_LEVELS, paintOf } from "./editor.js";
 import { EXAMPLES } from "./examples.js";
 import { count, element, make, picture, probability, quoted, showBars, showCurve, showSessions, showTree } from "./panels.js";
 import { alternatives, attention, drop, generate, hasMemory, meanAttention, NUM_ALTERNATIVES, ownSessions, read, Text } from "./reading.js";
-import { get, post, useKey } from "./server.js";
+import { get, post, tabStorage, useKey } from "./server.js";
 import { linkFragment, linkedText, Work } from "./work.js";
 
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest color
 const STRONG_DIFFERENCE = 4;
 const TYPING_PAUSE = 200; // ms without a key, after which what was typed is read
 const LONG = 20_000; // tokens, from which other memory lengths are not read before they are chosen
+const KEEP_SECONDS = 2; // between times that a text is kept while it is written
+const DRAFT = "transformer-xl draft"; // in sessionStorage: what was typed and has no tokens yet
 const SETTINGS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
 const DEFAULTS = { max_tokens: 60, temperature: 0.8, top_p: 0.95, top_k: 0, min_p: 0, seed: "", memory: null, paint: "surprisal" };
 
@@ -503,6 +505,7 @@ async function write(signal, end = text.length, isOther = false) {
   const [parent, at] = text.place(end);
   const begin = new Text(work, parent, model, parent ? at : undefined);
   const before = work.current;
+  let keptAt = Date.now();
   const part = work.add(parent, at, "model", model.id, [], seed);
   work.current = part.id;
   fresh = new Set();
@@ -525,6 +528,9 @@ async function write(signal, end = text.length, isOther = false) {
       if (follows) editor.scroller.scrollTop = editor.scroller.scrollHeight;
       repaint();
       showStatus();
+      if (Date.now() < keptAt + 1000 * KEEP_SECONDS) continue;
+      keptAt = Date.now();
+      keep();
     }
   } finally {
     if (!part.ids.length) {
@@ -783,6 +789,7 @@ function showSettings() {
 }
 
 let wanted = null; // the model with which the work was kept
+let keptDraft = null;
 let isOpen = false;
 async function start() {
   if (!isOpen) {
@@ -790,6 +797,7 @@ async function start() {
     const kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
     Object.assign(settings, checkedSettings(kept));
     wanted = kept.model;
+    keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
   }
   const { data } = await get("v1/models");
   document.querySelector("main").hidden = false;
@@ -799,6 +807,11 @@ async function start() {
   if (!isReadable(currentNode())) work.current = null;
   showSettings();
   await showCurrent();
+  if (keptDraft?.last <= text.length) {
+    [draft, keptDraft] = [keptDraft, null];
+    showText(draft.first);
+  }
+  if (draft) await readDraft();
   editor.root.focus({ preventScroll: true });
   await openLink();
 }
@@ -806,7 +819,12 @@ async function start() {
 // Events
 
 // What the user does replaces the error before it; looking at the text does not.
-const look = (id, event, action) => element(id).addEventListener(event, attempt(action));
+const look = (id, event, action) => element(id).addEventListener(event, attempt(async (cause) => {
+  await action(cause);
+  if (event !== "click" || cause.detail) return; // else of the keyboard, whose button can be gone now
+  const focused = document.activeElement;
+  if (focused === document.body || !focused?.checkVisibility()) editor.root.focus({ preventScroll: true });
+}));
 const on = (id, event, action) => look(id, event, (cause) => {
   report(null);
   return action(cause);
@@ -917,8 +935,9 @@ look("text", "compositionend", () => {
 });
 for (const name of ["copy", "cut"]) {
   look("text", name, (event) => {
-    event.preventDefault();
     const [start, end] = selected();
+    if (start === end) return; // as elsewhere, the clipboard stays
+    event.preventDefault();
     event.clipboardData.setData("text/plain", realText(start, end));
     if (name === "cut") type(start, end, "");
   });
@@ -983,5 +1002,8 @@ addEventListener("hashchange", attempt(async () => {
   report(null);
   await openLink();
 }));
-addEventListener("pagehide", () => { keep(); });
+addEventListener("pagehide", () => {
+  keep();
+  tabStorage.setItem(DRAFT, JSON.stringify(draft));
+});
 attempt(start)();

@@ -9,14 +9,26 @@ export class ServerError extends Error {
 
 const KEY = "transformer-xl key";
 
+// What this tab keeps, or as long as the page is open where the browser forbids it.
+const forgotten = new Map();
+/** @type {{getItem(name: string): string|null, setItem(name: string, value: string): void}} */
+export const tabStorage = (() => {
+  try {
+    return sessionStorage;
+  } catch {
+    return { getItem: (name) => forgotten.get(name) ?? null, setItem: (name, value) => { forgotten.set(name, value); } };
+  }
+})();
+
 export function useKey(key) {
-  sessionStorage.setItem(KEY, key);
+  tabStorage.setItem(KEY, key);
 }
 
 async function send(method, path, body, signal) {
   /** @type {Record<string, string>} */
   const headers = {};
-  const key = sessionStorage.getItem(KEY);
+  const key = tabStorage.getItem(KEY);
+  if (/[^ -~]/.test(key ?? "")) throw new ServerError(401, "The key has characters that no key has: it must be ASCII.");
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;

@@ -7,6 +7,9 @@
  *   `rough`: those with which it was generated, until it is read */
 /** @typedef {{node: Part, start: number, end: number}} Span the tokens that a text has of a part */
 
+import { tabStorage } from "./server.js";
+
+const MAX_LINK_PARTS = 1000; // each makes the page slower
 const MAX_LINK_TOKENS = 100_000;
 const MAX_LINK_CHARACTERS = 4_000_000;
 const TAB = "transformer-xl text"; // in sessionStorage: the id of the last part of the text of this tab
@@ -109,7 +112,7 @@ export class Work {
     };
     await this.#load(null);
     const state = await result(this.#database.transaction("state").objectStore("state").get("page")) ?? {};
-    const current = Number(sessionStorage.getItem(TAB) ?? state.current ?? 0);
+    const current = Number(tabStorage.getItem(TAB) ?? state.current ?? 0);
     this.current = this.nodes.has(current) ? current : null;
     return state.settings ?? {};
   }
@@ -121,15 +124,27 @@ export class Work {
       const part = unpackedPart(one);
       if (part && !this.#changed.has(part.id)) this.nodes.set(part.id, part);
     }
-    for (const { id, parent } of [...this.nodes.values()]) { // what follows a part that is gone or damaged
-      if (parent !== null && !this.nodes.has(parent) && this.nodes.has(id)) this.remove(id);
+    // drop what follows a part that is gone or damaged, or itself
+    const rooted = new Set([...this.nodes.values()].filter(({ parent }) => parent === null));
+    /** @type {Map<number|null, Part[]>} */
+    const followers = new Map();
+    for (const node of this.nodes.values()) followers.set(node.parent, [...followers.get(node.parent) ?? [], node]);
+    for (const { id, ids: { length } } of rooted) {
+      for (const follower of followers.get(id) ?? []) {
+        follower.at = Math.min(follower.at, length); // another tab may have made it shorter
+        rooted.add(follower);
+      }
+    }
+    for (const node of [...this.nodes.values()].filter((one) => !rooted.has(one))) {
+      this.nodes.delete(node.id);
+      this.#removed.add(node.id);
     }
     while (this.current !== null && !this.nodes.has(this.current)) this.current = null;
   }
 
   /** Keep what has changed. Rejects where the browser has no room. */
   async keep(settings) {
-    sessionStorage.setItem(TAB, String(this.current ?? 0));
+    tabStorage.setItem(TAB, String(this.current ?? 0));
     if (!this.#database) return;
     const [changed, removed] = [[...this.#changed].filter((id) => this.nodes.has(id)), [...this.#removed]];
     const transaction = this.#database.transaction(["parts", "state"], "readwrite");
@@ -140,11 +155,13 @@ export class Work {
     for (const id of removed) transaction.objectStore("parts").delete(id);
     for (const id of changed) transaction.objectStore("parts").put(packed(this.nodes.get(id)));
     transaction.objectStore("state").put({ settings, current: this.current }, "page");
+    transaction.commit(); // else it is lost if the page is left now
     [this.#changed, this.#removed] = [new Set(), new Set()];
     try {
       await done;
     } catch (error) {
       for (const id of changed) this.#changed.add(id);
+      for (const id of removed) this.#removed.add(id);
       throw error;
     }
     if (changed.length + removed.length) this.#channel.postMessage({ changed, removed });
@@ -184,7 +201,7 @@ export async function linkedText(fragment) {
   }
   const isText = typeof text?.model === "string" && typeof text.text === "string" && Array.isArray(text.parts)
     && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1]));
-  if (!isText || text.parts.flatMap((part) => part[1]).length > MAX_LINK_TOKENS) {
+  if (!isText || text.parts.length > MAX_LINK_PARTS || text.parts.flatMap((part) => part[1]).length > MAX_LINK_TOKENS) {
     throw new Error("The link has no text that this page can open.");
   }
   return text;
