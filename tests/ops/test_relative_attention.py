@@ -299,6 +299,8 @@ GOOD = {
         ({}, {"lengths": [5, 6]}, r"lengths=\[5, 6\]: must be from 0 to the number of queries, 5"),
         ({}, {"lengths": [5]}, "lengths are torch.int64 .1,.; give an integer for each batch row"),
         ({}, {"lengths": [5.0, 5.0]}, "lengths are torch.float32"),
+        ({}, {"lengths": [None, 5]}, r"lengths=\[None, 5\]: give an integer for each batch row"),
+        ({}, {"lengths": torch.tensor([5, 6], dtype=torch.uint16)}, r"lengths=\[5, 6\]: must be from 0"),
         ({}, {"key_lengths": [5, 6]}, r"key_lengths=\[5, 6\]: must be from 0"),
         ({}, {"key_lengths": [5, 5], "lengths": [5, 5]}, "lengths and key_lengths: give one"),
         ({}, {"mask": torch.ones(2, 7, 5, dtype=torch.bool)}, r"mask is torch.bool \(2, 7, 5\).* \(2, 3, 5, 7\)"),
@@ -306,7 +308,11 @@ GOOD = {
         ({}, {"mask": [[True]]}, "mask is a list; give a bool tensor"),
         ({}, {"window": (-1, 2)}, "-1 keys before a query would leave it nothing"),
         ({}, {"window": (2, -1)}, "-1 keys after a query would leave it nothing"),
-        ({}, {"chunk_size": 0}, "chunk_size=0: must be 1 or more"),
+        ({}, {"window": (2,)}, r"window=\(2,\): give two integers"),
+        ({}, {"window": 2}, "window=2: give two integers"),
+        ({}, {"window": (1.5, 2)}, r"window=\(1.5, 2\): give two integers"),
+        ({}, {"chunk_size": 0}, "chunk_size=0: must be an integer, 1 or more"),
+        ({}, {"chunk_size": 2.0}, "chunk_size=2.0: must be an integer"),
         ({}, {"dropout": 1.0}, "dropout=1: give a probability"),
         ({}, {"implementation": "spda"}, "did you mean 'sdpa'"),
     ],
@@ -322,3 +328,17 @@ def test_other_dtype_is_refused():
     tensors[3] = tensors[3].double()
     with pytest.raises(UserError, match=r"r is torch\.float64 on cpu, but q torch\.float32 on cpu"):
         relative_attention(*tensors, causal=False)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_output_has_the_dtype_of_q_under_autocast(name):
+    tensors = [torch.randn(shape) for shape in GOOD.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_attention(*tensors, causal=False, implementation=name).dtype == torch.float32
+
+
+def test_lengths_on_the_meta_device():
+    tensors = [torch.empty(shape, device="meta") for shape in GOOD.values()]
+    for lengths in ([5, 3], torch.empty(2, dtype=torch.int64, device="meta")):
+        out = relative_attention(*tensors, causal=False, lengths=lengths)
+        assert out.is_meta and out.shape == tensors[0].shape

@@ -72,7 +72,7 @@ def relative_attention(
         position_bias: the paper's v (N, H), added to the query that multiplies position keys.
         causal: whether a query attends to no key after its own place.
         lengths: number of tokens of each row (B) that are not padding, which stands behind them; None for T. Padding is
-            not attended, and its output is 0.
+            not attended, and its output is 0; its inputs must be finite, as a weight of 0 times NaN or inf is NaN.
         key_lengths: as lengths, but queries behind them attend to the keys before them like others: for models where
             something is computed from the outputs of padding.
         window: the numbers of keys before and after its own place that a query attends to at most; None for all.
@@ -117,8 +117,8 @@ def relative_attention(
             raise UserError(f"{name} is {tensor.dtype} on {tensor.device}, but q {q.dtype} on {q.device}; convert one")
     if not 0 <= dropout < 1:
         raise UserError(f"dropout={dropout:g}: give a probability from 0 to below 1")
-    if chunk_size is not None and chunk_size < 1:
-        raise UserError(f"chunk_size={chunk_size}: must be 1 or more")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise UserError(f"chunk_size={chunk_size}: must be an integer, 1 or more")
     all_after = 0 if causal else num_queries - 1
     window_before, window_after = _window(window, num_keys - 1, num_queries - 1)
     in_chunk = (chunk_size or 1) - 1
@@ -156,7 +156,7 @@ def relative_attention(
     ranges = AttentionMask(None, first_key_BT=first_key_BT, num_later=after, stop_key_BT=stop_key_BT)
     added, empty = _added_scores(inputs, ranges, mask, segments)
     kernel = _kernel(implementation, q, needs_matrix=added is not None)
-    out = kernel.attend(inputs, replace(ranges, added_BNTS=added), dropout)
+    out = kernel.attend(inputs, replace(ranges, added_BNTS=added), dropout).to(q.dtype)  # autocast lowers some kernels'
     out = out if outside_BT is None else out.masked_fill(outside_BT[..., None, None], 0)
     return out if empty is None else out.masked_fill(empty.transpose(1, 2)[..., None], 0)
 
@@ -175,7 +175,10 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _window(window: tuple[int | None, int | None] | None, most: int, most_after: int) -> tuple[int, int]:
     """Return how many keys before and after its own place a query attends to."""
-    before, after = (None, None) if window is None else window
+    sides = (None, None) if window is None else window
+    if not isinstance(sides, Sequence) or [type(side) in (int, type(None)) for side in sides] != [True, True]:
+        raise UserError(f"window={window}: give two integers, keys before and after a query, or None for all of a side")
+    before, after = sides
     for side, number in (("before", before), ("after", after)):
         if number is not None and number < 0:
             raise UserError(
@@ -191,12 +194,17 @@ def _window(window: tuple[int | None, int | None] | None, most: int, most_after:
 def _lengths(
     name: str, lengths: Tensor | Sequence[int], batch_size: int, num_queries: int, device: torch.device
 ) -> Tensor:
-    lengths_B = torch.as_tensor(lengths, device=device)
+    try:
+        lengths_B = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name}={lengths!r}: give an integer for each batch row") from None
     if lengths_B.shape != (batch_size,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
         raise UserError(f"{name} are {lengths_B.dtype} {tuple(lengths_B.shape)}; give an integer for each batch row")
-    if not torch.compiler.is_compiling() and ((lengths_B < 0) | (lengths_B > num_queries)).any():
+    lengths_B = lengths_B.long()  # no kernel of torch compares uint16
+    is_known = not lengths_B.is_meta and not torch.compiler.is_compiling()
+    if is_known and ((lengths_B < 0) | (lengths_B > num_queries)).any():
         raise UserError(f"{name}={lengths_B.tolist()}: must be from 0 to the number of queries, {num_queries}")
-    return lengths_B.long()
+    return lengths_B.to(device)
 
 
 def _added_scores(
