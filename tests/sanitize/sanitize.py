@@ -99,7 +99,7 @@ PLANTS = [
 TESTS = [
     "tests/inference",
     "tests/ops/test_kernels.py",
-    *(f"tests/ops/test_relative_attention.py::test_equals_loops[{tenth}-native]" for tenth in range(2)),
+    *(f"tests/ops/test_relative_attention.py::test_equals_loops[{tenth}]" for tenth in range(2)),
     "tests/ops/test_relative_attention.py::test_several_blocks_equal_the_reference_kernel",
     "tests/ops/test_relative_attention.py::test_queries_without_keys_spoil_nothing[native]",
     "tests/ops/test_dropout.py",
