@@ -1,6 +1,6 @@
 """Compare XLNet with a causal model of the same size, trained for the same time, where both sides of a gap help.
 
-    python benchmarks/xlnet.py [--steps 2000] [--seeds 1,2,3] [--work DIR] [--quick]
+    python benchmarks/xlnet_comparison.py [--steps 2000] [--seeds 1,2,3] [--work DIR] [--quick]
 
 Both are trained on the source of Python's standard library in bytes: XLNet by its recipe xlnet-tiny, and a causal model
 with the same layers and settings for as many steps as take the same processor time. Then:
