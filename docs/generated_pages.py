@@ -113,6 +113,7 @@ def _as_typed(value: Any) -> str:
 def command_pages() -> Iterator[str]:
     """Yield the usage and flags of every command; the flags that are settings have a page of their own."""
     text = build_app().generate_docs(output_format="markdown")
+    text = re.sub(r"(?<=\w) -m \w+(?= \[)", "", text)  # how the program that builds the pages was started
     text = text[text.index("\n## txl ") :]  # without the title and the table of contents, which the page has anyway
     settings = re.compile(r"^\*\*\w+\*\*:\n\n(?=\* `--(?:model|train|evaluation)\.)(?:.+\n)+\n?", re.MULTILINE)
     for command in re.split(r"^(?=##)", text, flags=re.MULTILINE):

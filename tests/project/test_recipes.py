@@ -66,7 +66,7 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "average_start_step": train.weight_average == "none",
         "average_learning_rate": train.weight_average == "none",
         "dynamic": config.evaluation.method != "dynamic",
-        "orders": config.evaluation.method != "both-sides",
+        "num_orders": config.evaluation.method != "both-sides",
     }
     unused = WITHOUT_EFFECT | {name for name, is_unused_here in is_unused.items() if is_unused_here}
     return {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from model_configs import small_model
 
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, run_settings
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
@@ -78,7 +78,7 @@ def test_probabilities_of_all_contents_of_a_span_add_up_to_1(orders: int) -> Non
     for content in product(range(VOCAB_SIZE), repeat=3):
         text = text_of(16, span_K=span_K)
         text.tokens_K[span] = content
-        plan = plan_of(orders=orders, keep_orders=True)
+        plan = plan_of(num_orders=orders, keep_orders=True)
         nats_KO = losses_in_order(model, text, plan, columns=(orders,))
         totals_O += np.exp(-nats_KO[span].sum(0))
     np.testing.assert_allclose(totals_O, 1, atol=1e-9)
@@ -103,3 +103,9 @@ def test_what_does_not_fit_is_refused() -> None:
         losses_in_order(xlnet(), text_of(4), replace(plan_of(), segment_length=9))
     with pytest.raises(UserError, match="leave out warmup_tokens"):
         losses_in_order(xlnet(), text_of(4), plan_of(warmup_tokens=3))
+
+
+def test_a_run_that_reads_to_the_left_cannot_have_the_method() -> None:
+    """It is refused before training, and not after it."""
+    with pytest.raises(UserError, match="needs a model that reads to both sides, and this is transformer-xl"):
+        run_settings({"evaluation": {"method": "both-sides"}}, "test")

@@ -202,6 +202,7 @@ def call(**changes: Any) -> Streams:
         ({"targets": torch.full((B, Q), T)}, "positions outside of 0 to 6"),
         ({"targets": torch.zeros(B + 1, Q, dtype=torch.long)}, "targets is torch.int64"),
         ({"segments": torch.zeros(B, T)}, "segments is torch.float32"),
+        ({"lengths": torch.full((B,), T)}, "lengths and visible were both given"),
         ({"num_kept": T + 1}, "num_kept 8: must be from 0 to 7"),
         (
             {"tokens": [[1] * T], "bi_data": True, "visible": None, "targets": None, "segments": None},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
+from transformer_xl.config.evaluation_config import EvaluationMethod
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError, nearest, whole_number
 from transformer_xl.config.train_config import TrainConfig
 
@@ -265,6 +266,18 @@ class BaseModelConfig(_Architecture):
             raise UserError(
                 f"segment_length {segment_length:,} is longer than the {num_positions:,} positions of this model "
                 f"(max_position_embeddings); give {num_positions:,} at most"
+            )
+
+    def check_method(self, method: EvaluationMethod) -> None:
+        """Check that this architecture can be evaluated by a method.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if method == "both-sides" and self.limit("perm_size") is None:
+            raise UserError(
+                f"method both-sides needs a model that reads to both sides, and this is {self.architecture}; give "
+                "architecture xlnet, or another method"
             )
 
     @property

@@ -132,6 +132,7 @@ class RunConfig(Settings):
             attention_window=evaluation.attention_window,
             clamp_length=evaluation.clamp_length,
         )
+        model.check_method(evaluation.method)
         if evaluation.extended_context_length and evaluation.memory_length:
             raise ValueError(
                 f"evaluation.extended_context_length {evaluation.extended_context_length:,} is for evaluation without "

@@ -117,7 +117,7 @@ class EvaluationSettings(TypedDict, total=False):
     reset_memory: bool
     softmax_temperature: float
     dtype: Literal["auto", "float32", "bfloat16"]
-    orders: int
+    num_orders: int
     dynamic: DynamicSettings | DynamicConfig
 
 class PrepareSettings(TypedDict, total=False):

@@ -84,8 +84,8 @@ def _losses(
     first, rows = spans[0].start, list[_Row]()
     for span in spans:  # one that is longer than the block sees nothing after it
         read = range(block.start, max(block.stop, span.stop))
-        rows += [_Row(read, span, number, order) for number, order in enumerate(_orders(span, plan.orders))]
-    nats_OV = torch.empty(plan.orders, spans[-1].stop - first, dtype=torch.float64)
+        rows += [_Row(read, span, number, order) for number, order in enumerate(_orders(span, plan.num_orders))]
+    nats_OV = torch.empty(plan.num_orders, spans[-1].stop - first, dtype=torch.float64)
     for read, same in groupby(rows, key=lambda row: row.read):
         group, size = list(same), plan.batch_size or max(1, _TOKENS_PER_STEP // len(read))
         for part in (group[index : index + size] for index in range(0, len(group), size)):
@@ -105,7 +105,6 @@ def _losses(
                 visible=visible_in_order(rank_BT),
                 targets=targets_BQ,
             )
-            assert streams.query_BQD is not None
             nats_BQ = model.nats(
                 streams.query_BQD, ids_BT.gather(1, targets_BQ), temperature=plan.softmax_temperature
             ).cpu()

@@ -76,7 +76,7 @@ class EvaluationPlan:
     """Data type of matrix products; auto: bfloat16 where the hardware supports it, else float32."""
     method: EvaluationMethod = "memory"
     """How the text is read, which `_METHODS` in `evaluate.py` has a module for."""
-    orders: int = 1
+    num_orders: int = 1
     """O: number of orders in which method both-sides predicts the tokens of a span."""
     keep_orders: bool = False
     """Whether that method yields the losses of each order, in a last dimension, in place of their mean."""
@@ -132,14 +132,11 @@ class EvaluationPlan:
 
         segment_length, block = merged.segment_length or run.train.segment_length, run.model.limit("perm_size")
         if merged.method == "both-sides":
-            if block is None:
-                raise UserError(
-                    f"method both-sides needs a model that reads to both sides, and this is {run.model.architecture}; "
-                    "give a run of architecture xlnet, or another method"
-                )
+            run.model.check_method(merged.method)
+            assert block is not None
             segment_length = merged.segment_length or max(1, block // 2)
-        elif merged.orders > 1:
-            raise UserError(f"orders={merged.orders} is for method both-sides; leave it out")
+        elif merged.num_orders > 1:
+            raise UserError(f"num_orders={merged.num_orders} is for method both-sides; leave it out")
         window, clamp = limit("attention_window"), limit("clamp_length")
         memory_length, reason = run.train.memory_length, "as trained"
         if merged.memory_length is not None:
@@ -176,7 +173,7 @@ class EvaluationPlan:
             dtype=merged.dtype,
             method=merged.method,
             dynamic=merged.dynamic,
-            orders=merged.orders,
+            num_orders=merged.num_orders,
         )
 
     @staticmethod
@@ -228,7 +225,7 @@ class EvaluationPlan:
             unused = None if self.needs_train_split else {"epsilon", "gradient_stats_tokens"}
             method_settings = {**self.dynamic.model_dump(exclude=unused), "learning_rate": self.learning_rate}
         elif self.method == "both-sides":
-            method_settings = {"orders": self.orders}
+            method_settings = {"num_orders": self.num_orders}
         names = ("memory_length_reason", "extended_context_length", "softmax_temperature")
         names += ("batch_size", "warmup_tokens", "reset_memory", "dtype")
         return {

@@ -12,6 +12,7 @@ Shape suffixes: B samples, T tokens of the block, K tokens of the text.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
@@ -107,9 +108,10 @@ def infill(
     ids_BK = torch.tensor([ids_K]).repeat(config.num_samples, 1)
     generators = [torch.Generator().manual_seed(config.seed + index) for index in range(config.num_samples)]
     logprob_B = torch.zeros(config.num_samples, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    with autocast(model.device, plan.dtype):
+    with ExitStack() as stack:
+        stack.callback(model.train, model.training)
+        model.eval()
+        stack.enter_context(autocast(model.device, plan.dtype))
         for number, places in enumerate(blanks):
             hidden = [place for one in blanks[number:] for place in one]
             for place, logits_BV in _predictions(model, plan, ids_BK, places, hidden):
@@ -117,7 +119,6 @@ def infill(
                 ids_BK[:, place] = token_B
                 logprob_BV = logits_BV.double().log_softmax(-1).cpu()
                 logprob_B += logprob_BV.gather(1, token_B[:, None])[:, 0]
-    model.train(was_training)
     return [
         Infilling(
             text=tokenizer.decode(ids_T),
@@ -158,7 +159,6 @@ def _predictions(
             visible=visible_1TT.expand(len(ids_BK), -1, -1),
             targets=targets_B1,
         )
-        assert streams.query_BQD is not None
         yield place, model.logits(streams.query_BQD)[:, 0]
 
 

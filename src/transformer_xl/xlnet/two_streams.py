@@ -279,7 +279,7 @@ class XLNet(RelativeModel, LanguageModel):
                 stream each token sees itself besides. None: each sees all others.
             targets: positions of the tokens to predict (B, Q), 0 to T - 1, or None for none.
             segments: segment of each token (B, T), integers, or None if all are in segment 0.
-            lengths: as for `forward`, or None if there is no padding.
+            lengths: as for `forward`, or None if there is no padding; not together with `visible`.
             bi_data: whether rows 1, 3, ... are texts that were reversed: their distances are negated.
             num_kept: number of tokens, the first ones, that the next memory keeps; None for all. Not with a KV cache.
 
@@ -308,6 +308,8 @@ class XLNet(RelativeModel, LanguageModel):
             segments_BT = _checked("segments", segments, (batch_size, num_new))
         if not 0 <= num_kept <= num_new or (num_kept < num_new and self.owner is not None):
             raise UserError(f"num_kept {num_kept}: must be from 0 to {num_new}, or None, which it is with a KV cache")
+        if lengths is not None and visible is not None:
+            raise UserError("lengths and visible were both given; leave padding out, or mask it in visible")
         if bi_data and batch_size % 2:
             raise UserError(f"bi_data reverses every second row, and the batch has {batch_size}; give an even number")
         visible_BTT, targets_BQ, segments_BT = (to_device(x, device) for x in (visible_BTT, targets_BQ, segments_BT))
@@ -320,11 +322,9 @@ class XLNet(RelativeModel, LanguageModel):
             num_padding_B1 = num_new - lengths[:, None]
         # padding, which is moved before the memory as by `padding_first`, and empty slots come first
         is_read_BS = torch.arange(num_slots + num_new, device=device) >= num_slots + num_padding_B1 - valid_B[:, None]
-        is_shifted_BT = torch.arange(num_new, device=device) < num_padding_B1  # now places of memory
 
         def with_memory(visible_BTT: Tensor) -> Tensor:
-            new_BTT = visible_BTT | is_shifted_BT[:, None]
-            return F.pad(new_BTT, (num_slots, 0), value=True)[:, None] & is_read_BS[:, None, None]
+            return F.pad(visible_BTT, (num_slots, 0), value=True)[:, None] & is_read_BS[:, None, None]
 
         both_sides = _BothSides(
             targets_BQ=targets_BQ,

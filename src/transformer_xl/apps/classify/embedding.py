@@ -83,7 +83,7 @@ def embed(
 
 
 def check_plan(plan: EvaluationPlan, model: BaseModelConfig) -> EvaluationPlan:
-    """Return the settings that documents are read with; a model that reads to both sides has segments of its blocks.
+    """Return the settings that documents are read with.
 
     Raises:
         UserError: they are of a method without memory, or have an extended context.
@@ -91,7 +91,12 @@ def check_plan(plan: EvaluationPlan, model: BaseModelConfig) -> EvaluationPlan:
     plan.refuse_extended_context("the reading of documents")
     if plan.method != "memory":
         raise UserError(f"documents are read with memory, and the method is {plan.method}; give method memory")
-    return replace(plan, segment_length=min(plan.segment_length, model.limit("perm_size") or plan.segment_length))
+    return replace(plan, segment_length=segment_of_documents(model, plan.segment_length))
+
+
+def segment_of_documents(model: BaseModelConfig, segment_length: int) -> int:
+    """Return the tokens of a document that are read at once: a block at most, if the model reads to both sides."""
+    return min(segment_length, model.limit("perm_size") or segment_length)
 
 
 def check_pooling(pooling: Pooling) -> Pooling:

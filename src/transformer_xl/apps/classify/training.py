@@ -378,8 +378,7 @@ class ClassifierTrainer:
         text = cast(TokenDataset, SimpleNamespace(local_batch_size=train.batch_size, segments_in=_one))
         self.stepper = DocumentStepper(self.model.to(device), text, train, device, finetune=finetune)
         self.stepper.examples, self.stepper.record = examples, record
-        block = folder.config.model.limit("perm_size") or train.segment_length
-        self.stepper.segment_length = min(train.segment_length, block)
+        self.stepper.segment_length = embedding.segment_of_documents(folder.config.model, train.segment_length)
         # beside the run's own checkpoints, whose weights would be taken for better ones of a language model
         self._checkpoints = replace(folder, path=folder.path / "training")
         self._nats, self._saved_step, self._stop_requested = 0.0, -1, False

@@ -197,7 +197,7 @@ def surprisal_plans(
         if "reset_memory" not in given.model_fields_set:
             plan = replace(plan, reset_memory=True)
         if plan.method == "both-sides":
-            plans[f"both_sides_{plan.context_limits.memory_length}"] = replace(plan, keep_orders=plan.orders > 1)
+            plans[f"both_sides_{plan.context_limits.memory_length}"] = replace(plan, keep_orders=plan.num_orders > 1)
             continue
         limits, is_window = plan.context_limits, plan.method == "sliding-window"
         plans[f"window_{limits.attention_window}" if is_window else f"memory_{limits.memory_length}"] = plan
@@ -284,7 +284,7 @@ class WordTokens:
         """
         text = TokenizedText(self.tokens_K, self.tokenizer.bos_token_id, starts_N, self.row_K)
         if plan.keep_orders:
-            nats_KO = losses_in_order(model, text, plan, progress, columns=(plan.orders,))
+            nats_KO = losses_in_order(model, text, plan, progress, columns=(plan.num_orders,))
             by_row = [np.bincount(self.row_K, nats_K, minlength=len(self.rows)) for nats_K in nats_KO.T]
             return np.stack(by_row, -1) / math.log(2)
         word_end_K = np.zeros(len(self.tokens_K))
