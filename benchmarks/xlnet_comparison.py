@@ -209,7 +209,7 @@ def main() -> None:
         print(f"| {key.replace('_', ' ')} | {' | '.join(cells)} |")
     chance = {"nats_among_16": math.log(CANDIDATES), "topic_accuracy": 1 / len(TOPICS)}
     if not args.quick or args.out != results_file("xlnet"):
-        write(args.out, {**surroundings("cpu", load_before), "chance": chance, "results": results})
+        write({**surroundings("cpu", load_before), "chance": chance, "results": results}, args.out)
 
 
 if __name__ == "__main__":
