@@ -204,6 +204,11 @@ def call(**changes: Any) -> Streams:
         ({"segments": torch.zeros(B, T)}, "segments is torch.float32"),
         ({"lengths": torch.full((B,), T)}, "lengths and visible were both given"),
         ({"num_kept": T + 1}, "num_kept 8: must be from 0 to 7"),
+        ({"num_kept": "3"}, "num_kept is of type str"),
+        (
+            {"lengths": torch.full((B,), T), "visible": None, "num_kept": 3},
+            "lengths and num_kept were both given",
+        ),
         (
             {"tokens": [[1] * T], "bi_data": True, "visible": None, "targets": None, "segments": None},
             "reverses every second row, and the batch has 1",

@@ -44,7 +44,7 @@ def infill(
     from transformer_xl.generation.infill import infill as fill
 
     loaded = load_and_say(run, device_options.choose(), checkpoint)
-    say_unknown(loaded.tokenizer, text.split(blank))
+    say_unknown(loaded.tokenizer, text.split(blank or None))
     found = fill(loaded, text, config, num_tokens=num_tokens, blank=blank)
     if json:
         print_json({"run": str(run), **loaded.weights_values, "texts": [one.details() for one in found]})

@@ -79,7 +79,7 @@ class EvaluationConfig(Settings):
     """Logits are divided by this before the softmax; above 1, probabilities are less confident."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it."""
-    num_orders: int = Field(default=1, ge=1, le=INT32_MAX)
+    num_orders: int = Field(default=1, ge=1, le=1000)
     """Method both-sides: number of random orders in which the tokens of a word are predicted, their losses averaged;
     1: from left to right."""
     dynamic: DynamicConfig = DynamicConfig()

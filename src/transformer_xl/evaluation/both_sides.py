@@ -53,6 +53,7 @@ def _losses_by_order(
         UserError: as by `losses`.
     """
     assert isinstance(model, XLNet)  # the plan is of such a model
+    plan.refuse_extended_context("method both-sides")
     if plan.warmup_tokens is not None:
         raise UserError("method both-sides reads each text from its start; leave out warmup_tokens")
     block = model.config.perm_size

@@ -22,6 +22,7 @@ width, L layers, N heads, H head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -260,9 +261,10 @@ class XLNet(RelativeModel, LanguageModel):
 
     def two_streams(
         self,
-        tokens: TokenIds,
+        tokens: TokenIds | None,
         memory: Memory | None = None,
         *,
+        inputs: Tensor | None = None,
         visible: Tensor | None = None,
         targets: Tensor | None = None,
         segments: Tensor | None = None,
@@ -274,12 +276,13 @@ class XLNet(RelativeModel, LanguageModel):
 
         Args:
             tokens: as for `forward`.
-            memory: as for `forward`; all may see it, and it is in segment 0.
+            memory: as for `forward`; all may see it, and it is in segment 0. Without an attention window.
+            inputs: as for `forward`.
             visible: whether token i may see token j (B, T, T), bool, such as `visible_in_order` returns; in the content
                 stream each token sees itself besides. None: each sees all others.
             targets: positions of the tokens to predict (B, Q), 0 to T - 1, or None for none.
             segments: segment of each token (B, T), integers, or None if all are in segment 0.
-            lengths: as for `forward`, or None if there is no padding; not together with `visible`.
+            lengths: as for `forward`, or None if there is no padding; not together with `visible` or `num_kept`.
             bi_data: whether rows 1, 3, ... are texts that were reversed: their distances are negated.
             num_kept: number of tokens, the first ones, that the next memory keeps; None for all. Not with a KV cache.
 
@@ -290,8 +293,11 @@ class XLNet(RelativeModel, LanguageModel):
             UserError: a shape or dtype is wrong, a position does not exist, bi_data with an odd number of rows, or as
                 by `forward`.
         """
-        x_BTD, memory = self.embed(tokens, memory, lengths_B=lengths)
+        x_BTD, memory = self.embed(tokens, memory, inputs, lengths)
         batch_size, num_new = x_BTD.shape[:2]
+        check_type(num_kept, (Integral, type(None)), "num_kept", "give a number of tokens")
+        if (window := memory.context_limits.attention_window) is not None:
+            raise UserError(f"attention_window {window:,} limits reading from left to right; to both sides, give none")
         num_kept, device = num_new if num_kept is None else num_kept, x_BTD.device
         itself_TT = torch.eye(num_new, dtype=torch.bool, device=device)
         visible_BTT = ~itself_TT.expand(batch_size, -1, -1)
@@ -308,8 +314,9 @@ class XLNet(RelativeModel, LanguageModel):
             segments_BT = _checked("segments", segments, (batch_size, num_new))
         if not 0 <= num_kept <= num_new or (num_kept < num_new and self.owner is not None):
             raise UserError(f"num_kept {num_kept}: must be from 0 to {num_new}, or None, which it is with a KV cache")
-        if lengths is not None and visible is not None:
-            raise UserError("lengths and visible were both given; leave padding out, or mask it in visible")
+        if lengths is not None and (visible is not None or num_kept < num_new):
+            other = "visible" if visible is not None else "num_kept"
+            raise UserError(f"lengths and {other} were both given; leave padding out, or mask it in visible")
         if bi_data and batch_size % 2:
             raise UserError(f"bi_data reverses every second row, and the batch has {batch_size}; give an even number")
         visible_BTT, targets_BQ, segments_BT = (to_device(x, device) for x in (visible_BTT, targets_BQ, segments_BT))
@@ -433,17 +440,17 @@ class BothSides:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, tokens: TokenIds, memory: Memory, *, lengths: Tensor | None = None) -> tuple[Tensor, Memory]:
+    def __call__(self, tokens: TokenIds | None, memory: Memory, **arguments: Tensor) -> tuple[Tensor, Memory]:
         """Return the content stream (B, T, D) and the next memory; arguments as for `XLNet.forward`."""
-        streams = self._model.two_streams(tokens, memory, lengths=lengths)
-        return streams.content_BTD, streams.memory
+        states_BTD, memory = self.hidden_states(tokens, memory, **arguments)
+        return states_BTD[-1], memory
 
     def hidden_states(
-        self, tokens: TokenIds, memory: Memory, *, lengths: Tensor | None = None
+        self, tokens: TokenIds | None, memory: Memory, **arguments: Tensor
     ) -> tuple[list[Tensor], Memory]:
         """Return the content stream at all layers, as `LanguageModel.hidden_states`, and the next memory."""
-        streams = self._model.two_streams(tokens, memory, lengths=lengths)
-        return streams.contents_BTD, streams.memory
+        streams = self._model.two_streams(tokens, memory, **arguments)
+        return [*streams.contents_BTD[:-1], streams.content_BTD], streams.memory
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

@@ -74,10 +74,12 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     predicts_tokens = False
     """Whether the softmax is kept."""
+    reads_documents = False
+    """Whether a token also sees what follows it, in a model that can read so (XLNet)."""
     _keys_to_ignore_on_load_unexpected = [r"^model\.softmax\."]  # noqa: RUF012 (as in the base class)
     _is_stateful = True
     _no_split_modules: list[str] | set[str] | None = [  # noqa: RUF012 (instances replace it)
-        *("TransformerXL", "ShawTransformer", "AbsoluteTransformer", "RecurrentModel")
+        *("TransformerXL", "XLNet", "ShawTransformer", "AbsoluteTransformer", "RecurrentModel")
     ]
 
     config: PretrainedTransformerXLConfig  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -169,9 +171,11 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
             or prefix is not None
             or any(parameter.requires_grad for parameter in self.model.parameters())
         )
-        preparation = self._preparation(cache, has_gradients=has_gradients)
-        model = self.model if preparation is None else preparation.inference
-        reading = Reading(model, inputs, padding, cache, preparation, keeps_memory, has_states)
+        reads_with = self.model.for_documents() if self.reads_documents else self.model
+        sees_later = reads_with is not self.model
+        preparation = None if sees_later else self._preparation(cache, has_gradients=has_gradients)
+        model = reads_with if preparation is None else preparation.inference
+        reading = Reading(model, inputs, padding, cache, preparation, keeps_memory, has_states, sees_later)
         if has_attention:
             reading.traces = []
             reading.reads_with = cast(TokenModel, Traced(model, reading.traces))
@@ -296,6 +300,8 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         is_continued = cache is not None and not has_gradients
         if is_continued and not model.limits_visible:
             segment_length = STRIDE
+        if reading.sees_later:
+            segment_length = min(segment_length, self.model.config.limit("perm_size") or segment_length)
         at_once = 1 if has_gradients or not model.limits_visible else max(1, STRIDE // segment_length)
         reading.num_at_once = at_once * segment_length  # with gradients one segment, within which they stay
         memory = None if cache is None else cache.memory

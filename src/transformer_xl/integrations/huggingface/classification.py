@@ -21,13 +21,14 @@ from transformer_xl.integrations.huggingface.padding import Step
 
 
 class TransformerXLForSequenceClassification(TransformerXLPreTrainedModel):
-    """One of our models, and a linear layer `score` on what it makes of a text.
+    """One of our models, and a linear layer `score` on what it makes of a text (an XLNet, of both sides of its tokens).
 
     A text is read in segments with memory. Outside training only the vector that represents it is kept of the hidden
     states, so what is needed beside the token ids does not grow with its length.
     """
 
     accepts_loss_kwargs = False
+    reads_documents = True
 
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights."""
@@ -131,6 +132,7 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
     """One of our models, and a linear layer `score` on the last hidden state of each token."""
 
     accepts_loss_kwargs = False
+    reads_documents = True
 
     def __init__(self, config: PretrainedTransformerXLConfig) -> None:
         """Build the model with initial weights."""
@@ -151,7 +153,8 @@ class TransformerXLForTokenClassification(TransformerXLPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
-        """Return the scores of the labels for each token, which sees the text before it and itself.
+        """Return the scores of the labels for each token, which sees the text before it and itself, and in an XLNet
+        what follows it in its segment.
 
         Args:
             input_ids: token ids (B, T).

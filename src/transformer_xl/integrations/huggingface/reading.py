@@ -37,6 +37,8 @@ class Reading:
     """Whether the memory is returned."""
     has_states: bool
     """Whether the hidden states of all layers are returned."""
+    sees_later: bool = False
+    """Whether tokens see those after them, so also padding on the right would be seen."""
     num_at_once: int = 0
     """Number of columns that are computed at once."""
     is_new: bool = False
@@ -75,12 +77,13 @@ class Reading:
         return join_steps(steps, self.inputs_BTX.shape[1])
 
     def steps(self, **arguments: Any) -> Iterator[Step]:
-        """Read, and yield the steps; arguments are those of `read_steps`. Padding on the right is read, unless passed.
+        """Read, and yield the steps; arguments are those of `read_steps`. Padding on the right is read, unless passed
+        or seen.
 
         With all layers, the hidden states of a step are side by side.
         """
-        left = self.padding if self.padding is not None and self.padding.side == "left" else None
-        padding = arguments.pop("padding", left)
+        is_read = self.padding is not None and self.padding.side == "right" and not self.sees_later
+        padding = arguments.pop("padding", None if is_read else self.padding)
         return read_steps(self.reader, self.inputs_BTX, padding, self.num_at_once, **arguments)
 
     def join(self, steps: Iterable[Step]) -> Tensor:
