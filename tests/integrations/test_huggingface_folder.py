@@ -38,7 +38,7 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "xlnet"])  # its folders: checkpoints/test_xlnet.py
 def test_round_trips_are_bit_equal(name: str, tmp_path: Path) -> None:
     """run -> convert -> transformers -> save_pretrained -> convert -> run."""
     run = make_run(tmp_path / "run", name)

@@ -19,10 +19,13 @@ from integrations.checkpoints.bundles import write_tensors
 from library_tokenizers import LINES, xlnet_model
 from refusals import assert_refused, txl
 from safetensors.torch import load_file
+from small_runs import make_run
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, XLNetConfig, XLNetForSequenceClassification, XLNetLMHeadModel
 
 from transformer_xl import load
+from transformer_xl.config import UserError
+from transformer_xl.integrations.checkpoints.convert import convert
 from transformer_xl.model.memory import ContextLimits, HiddenMemory
 from transformer_xl.text.tokenizers.library import LibraryTokenizer
 from transformer_xl.xlnet.two_streams import XLNet, visible_in_order
@@ -293,6 +296,24 @@ def test_a_run_with_other_tokens_is_written_with_them(tmp_path: Path) -> None:
     assert txl("convert", tmp_path / "back", tmp_path / "again").status == 0
     for name in ("model.safetensors", "txl_tokenizer.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"qk_norm": True}, "qk_norm true"),
+        ({"cutoffs": (50, 120)}, "cutoffs"),
+        ({"d_embed": 10}, "d_embed 10"),
+        ({"attend_empty_memory": True}, "attend_empty_memory true"),
+        ({"d_head": 5}, "n_heads 2 of d_head 5"),
+    ],
+)
+def test_what_transformers_lacks_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **{"architecture": "xlnet", "d_head": 7, **settings})
+    assert run.path is not None
+    with pytest.raises(UserError, match=f"transformers' XLNet has no {message}"):
+        convert(run.path, tmp_path / "folder", to="huggingface")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_a_folder_with_only_a_tokenizer_json_keeps_it(tmp_path: Path) -> None:

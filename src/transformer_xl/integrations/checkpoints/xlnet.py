@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.config import ARCHITECTURES, RunConfig, UserError, check_settings
+from transformer_xl.config import ARCHITECTURES, RunConfig, UserError, XLNetConfig, check_settings
 from transformer_xl.config.model_config import TransformerConfig
 from transformer_xl.files import atomic_folder, read_bytes, write_json, write_text
 from transformer_xl.integrations.checkpoints import pretrained
@@ -238,9 +238,16 @@ def write(
         UserError: the folder exists, or transformers cannot express the model.
     """
     model, notes = config.model, list[str]()
-    assert isinstance(model, TransformerConfig)
-    if model.n_heads * model.head_dim != model.d_model:
-        raise UserError(f"transformers cannot express n_heads {model.n_heads} of d_head {model.head_dim}, only d_model")
+    assert isinstance(model, XLNetConfig)
+    unlike = {
+        f"n_heads {model.n_heads} of d_head {model.head_dim}": model.n_heads * model.head_dim != model.d_model,
+        f"d_embed {model.d_embed}": model.d_embed not in (None, model.d_model),
+        "cutoffs": bool(model.cutoffs),
+        "qk_norm true": model.qk_norm,
+        "attend_empty_memory true": model.attend_empty_memory,
+    }
+    if name := next((name for name, is_given in unlike.items() if is_given), None):
+        raise UserError(f"transformers' XLNet has no {name}, so it cannot hold this model; use it as a run")
     values = {theirs: getattr(model, ours) for theirs, (ours, _) in _SETTINGS.items()} | {
         "architectures": ["XLNetLMHeadModel"],
         "attn_type": "bi",
