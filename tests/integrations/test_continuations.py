@@ -27,6 +27,7 @@ MODELS = {
     "adaptive": {"cutoffs": (5, 11), "div_val": 2},
     "empty memory attended": {"attend_empty_memory": True},
     "empty memory attended, pre-norm": {"attend_empty_memory": True, "norm_first": True},
+    "xlnet": {"architecture": "xlnet"},
     "shaw": {"architecture": "shaw", "max_relative_positions": 6},
     "lstm": {"architecture": "lstm"},
     "qrnn": {"architecture": "qrnn", "qrnn_kernel_size": 2},

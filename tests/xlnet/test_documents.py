@@ -143,6 +143,12 @@ def test_settings_of_reading_to_the_left_are_refused(run: Run) -> None:
             score(run, "a text", method="both-sides", **settings)
 
 
+def test_blanks_are_filled_whatever_the_window_of_evaluation(run: Run, tmp_path: Path) -> None:
+    settings = {"architecture": "xlnet", "perm_size": 16, "max_gram": 3}
+    other = make_run(tmp_path / "run", evaluation={"attention_window": 5}, **settings)
+    assert infill(other, "a ___ b", num_tokens=2) == infill(run, "a ___ b", num_tokens=2)
+
+
 def test_a_model_that_reads_to_the_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a model that reads to both sides, and this is transformer-xl"):
         infill(make_run(tmp_path / "run"), "a ___ b")

@@ -93,7 +93,8 @@ def infill(
     check_type(text, (str, bytes), "text", "give a text with blanks")
     check_type(num_tokens, Integral, "num_tokens", "give the number of tokens in each blank")
     config, tokenizer, model = resolve_config(run.tokenizer, config, overrides), run.tokenizer, run.model
-    reading = {} if config.memory_length is None else {"memory_length": config.memory_length}
+    reading: dict[str, Any] = {"attention_window": None}  # one of the run is for reading from left to right
+    reading |= {} if config.memory_length is None else {"memory_length": config.memory_length}
     plan = EvaluationPlan.of_run(run, EvaluationConfig(method="both-sides", dtype=config.dtype, **reading))
     assert isinstance(model, XLNet)  # the plan is of such a model
     block, content, mark = model.config.perm_size, to_bytes(text), to_bytes(blank)
