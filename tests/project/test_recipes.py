@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from transformer_xl.config import (
@@ -87,15 +89,21 @@ def test_recipe_contains_every_setting_its_result_depends_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_parameters_and_cost_of_a_step_are_right(name: str) -> None:
-    """All layers cost the same, so the cost of n layers is extrapolated from that of one and of two."""
+    """All layers cost the same, so the cost of n layers is extrapolated from that of one and of two; and so are rows of
+    large batches."""
     recipe, config = load_recipe(name), run_config(name)
-    names = ("batch_size", "segment_length", "memory_length", "extended_context_length")
+    names, rows = ("segment_length", "memory_length", "extended_context_length"), config.train.batch_size
     sizes = {name: getattr(config.train, name) for name in names}
-    one, two = (step_cost(config.model.model_copy(update={"n_layers": n}), **sizes) for n in (1, 2))
-    costs = {}
-    for kind in ("parameters", "flops", "bytes"):
-        layer_cost = getattr(two, kind) - getattr(one, kind)
-        costs[kind] = getattr(one, kind) + (config.model.n_layers - 1) * layer_cost
+
+    def costs_of(n_layers: int, batch_size: int) -> npt.NDArray[np.float64]:
+        if batch_size > 1024:
+            few, more = (costs_of(n_layers, size) for size in (256, 512))
+            return few + (batch_size / 256 - 1) * (more - few)
+        cost = step_cost(config.model.model_copy(update={"n_layers": n_layers}), **sizes, batch_size=batch_size)
+        return np.array([cost.parameters, cost.flops, cost.bytes], dtype=np.float64)
+
+    one, two = (costs_of(n, rows) for n in (1, 2))
+    costs = dict(zip(("parameters", "flops", "bytes"), one + (config.model.n_layers - 1) * (two - one), strict=True))
     assert costs["parameters"] == recipe.parameters
     assert costs["flops"] == pytest.approx(recipe.flops_per_step, rel=0.01)
     assert costs["bytes"] == pytest.approx(recipe.bytes_per_step, rel=0.01)

@@ -440,7 +440,7 @@ class BothSides:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, tokens: TokenIds | None, memory: Memory, **arguments: Tensor) -> tuple[Tensor, Memory]:
+    def __call__(self, tokens: TokenIds | None, memory: Memory, **arguments: Any) -> tuple[Tensor, Memory]:
         """Return the content stream (B, T, D) and the next memory; arguments as for `XLNet.forward`."""
         states_BTD, memory = self.hidden_states(tokens, memory, **arguments)
         return states_BTD[-1], memory
