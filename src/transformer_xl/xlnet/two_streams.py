@@ -445,9 +445,7 @@ class BothSides:
         states_BTD, memory = self.hidden_states(tokens, memory, **arguments)
         return states_BTD[-1], memory
 
-    def hidden_states(
-        self, tokens: TokenIds | None, memory: Memory, **arguments: Tensor
-    ) -> tuple[list[Tensor], Memory]:
+    def hidden_states(self, tokens: TokenIds | None, memory: Memory, **arguments: Any) -> tuple[list[Tensor], Memory]:
         """Return the content stream at all layers, as `LanguageModel.hidden_states`, and the next memory."""
         streams = self._model.two_streams(tokens, memory, **arguments)
         return [*streams.contents_BTD[:-1], streams.content_BTD], streams.memory
