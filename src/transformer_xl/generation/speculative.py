@@ -34,7 +34,8 @@ _NGRAM_SIZES = (16, 8, 4, 2)  # of the latest tokens that are looked up, the lon
 _LONGEST_MATCH = 32  # matches of at least so many tokens share one rate
 _TEXT_LENGTH = 2**14  # tokens in which drafts are looked for: so many at least, twice as many at most
 _RATE_WEIGHT = 1 / 32  # of a new observation in a rate
-_UNMEASURED_FACTOR = 1.25  # a segment of twice the length is supposed to take so many times as long
+_FIRST_RATIO, _TOKEN_RATIO = 2.5, 1 / 16  # a segment is first supposed to take so many times as long as one token
+_MIN_GAIN = 1.2  # a draft is read where it promises to be so many times as fast
 _SECONDS_DECAY = 0.9995  # per segment: what was not measured for long is tried again
 
 
@@ -114,7 +115,6 @@ class SpeculativeModel:
         self._num_used = 0  # tokens of the segment that the text has
         self._memory: Memory = memory  # after these
         self._seconds: dict[int, float] = {}  # of a segment, by the number of drafted tokens
-        self._warmed_up = {0}  # the first segment of a length takes longer, and is not counted
 
     def __call__(self, newest_B1: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """Return the hidden state of the newest token (1, 1, D), and the memory after it."""
@@ -123,14 +123,17 @@ class SpeculativeModel:
         if memory is not self._memory or self._segment[self._num_used : self._num_used + 1] != [token]:
             self._read(token, memory)
         self._num_used += 1
-        num_used, before = self._num_used, self._before
-        num_left = len(self._segment) - num_used
-        self._memory = before.advance([cache.without_newest(num_left) for cache in self._caches], num_used)
-        if before.recent_BR is not None:
-            new_BT = torch.tensor([self._segment[:num_used]], device=before.recent_BR.device) + 1
-            recent_BR = torch.cat([before.recent_BR, new_BT], 1)[:, num_used:]
-            self._memory = replace(self._memory, recent_BR=recent_BR)
-        return self._hidden_BTD[:, num_used - 1 : num_used], self._memory
+        self._memory = self._after if len(self._segment) == 1 else self._memory_after(self._num_used)
+        return self._hidden_BTD[:, self._num_used - 1 : self._num_used], self._memory
+
+    def _memory_after(self, number: int) -> Memory:
+        """Return the memory after the first tokens of the segment."""
+        before, num_later = self._before, len(self._segment) - number
+        memory = before.advance([cache.without_newest(num_later) for cache in self._after.layers], number)
+        if before.recent_BR is None:
+            return memory
+        new_BT = torch.tensor([self._segment[:number]], device=before.recent_BR.device) + 1
+        return replace(memory, recent_BR=torch.cat([before.recent_BR, new_BT], 1)[:, number:])
 
     def _read(self, token: int, memory: Memory) -> None:
         """Read a token and a draft of those after it."""
@@ -139,20 +142,21 @@ class SpeculativeModel:
             for cache in memory.layers:
                 cache.release_later()
         self._segment = [token, *self._lookup.predict(self._num_drafted())]
-        num_drafted, limits, num_visible = len(self._segment) - 1, memory.context_limits, memory.length + 1
-        limits = replace(limits, attention_window=min(num_visible, limits.attention_window or num_visible))
+        num_drafted, before = len(self._segment) - 1, memory
+        if num_drafted:  # the window is what a token alone sees
+            limits, num_visible = memory.context_limits, memory.length + 1
+            limits = replace(limits, attention_window=min(num_visible, limits.attention_window or num_visible))
+            memory = replace(memory, context_limits=limits)
         start = time.perf_counter()
-        self._hidden_BTD, after = self._model(torch.tensor([self._segment]), replace(memory, context_limits=limits))
+        self._hidden_BTD, after = self._model(torch.tensor([self._segment]), memory)
         self._hidden_BTD[0, 0, 0].item()  # waits for a GPU
         seconds = time.perf_counter() - start
         assert isinstance(after, KeyValueMemory)
-        self._before, self._caches, self._num_used = memory, after.layers, 0
+        self._before, self._after, self._num_used = before, after, 0
         self._seconds = {number: value * _SECONDS_DECAY for number, value in self._seconds.items()}
-        if num_drafted in self._warmed_up:
-            old = self._seconds.get(num_drafted, seconds)
-            # interruptions only add to the time, so it rises slowly and falls at once
-            self._seconds[num_drafted] = min(seconds, old + (seconds - old) / 4, 2 * old)
-        self._warmed_up.add(num_drafted)
+        old = self._seconds.get(num_drafted, seconds)
+        # interruptions only add to the time, so it rises slowly and falls at once
+        self._seconds[num_drafted] = min(seconds, old + (seconds - old) / 4, 2 * old)
 
     def _num_drafted(self) -> int:
         """Return the number of drafted tokens with which most tokens a second are expected, 0 where drafts do not pay.
@@ -161,13 +165,14 @@ class SpeculativeModel:
         """
         if not self._seconds:  # a token alone is measured first
             return 0
-        seconds = self._seconds[0]
-        best, speed, expected, probability = 0, 1 / seconds, 1.0, 1.0
+        seconds = alone = self._seconds[0]
+        best, speed, expected, probability = 0, _MIN_GAIN / alone, 1.0, 1.0
         for number, rate in enumerate(self._lookup.rates(self._max_draft), start=1):
             probability *= rate
             expected += probability
             if number == self._max_draft or not number & (number + 1):
-                seconds = self._seconds.get(number, seconds * _UNMEASURED_FACTOR)
+                supposed = max(seconds, alone * (_FIRST_RATIO + _TOKEN_RATIO * number))
+                seconds = self._seconds.get(number, supposed)
                 if expected / seconds > speed:
                     best, speed = number, expected / seconds
         return best
