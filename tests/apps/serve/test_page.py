@@ -147,8 +147,16 @@ def go_on(tab, max_tokens: int = 12, seed: int = 5) -> None:
     tab.fill("#seed", str(seed))
     tab.keyboard.press("Tab")
     tab.focus("#text")
+    # it may have ended before one can look
+    tab.evaluate(
+        """() => {
+          const go = document.querySelector("#go");
+          window.began = false;
+          new MutationObserver(() => { window.began ||= go.textContent.startsWith("Stop"); }).observe(go, { childList: true });
+        }"""
+    )
     tab.keyboard.press("Control+Enter")
-    tab.locator("#go", has_text="Stop").wait_for()
+    tab.wait_for_function("window.began")
     settled(tab)
 
 
