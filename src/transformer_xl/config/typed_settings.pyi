@@ -153,6 +153,7 @@ class GenerationSettings(TypedDict, total=False):
     repetition_penalty_window: int
     seed: int
     num_samples: int
+    prompt_lookup_num_tokens: int | None
     num_beams: int | None
     length_penalty: float
     add_bos_token: bool

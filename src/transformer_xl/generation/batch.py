@@ -29,6 +29,7 @@ from transformer_xl.generation.sampling import (
     process_logits,
     sample,
 )
+from transformer_xl.generation.speculative import SpeculativeModel
 from transformer_xl.inference import TokenModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import STRIDE, Reader
@@ -78,15 +79,17 @@ class BatchGenerator:
                 is not changed.
 
         Raises:
-            UserError: an empty prompt, token ids out of range, a memory of another batch size, or a model in training
-                mode.
+            UserError: an empty prompt, token ids out of range, a memory of another batch size, a model in training
+                mode, or `prompt_lookup_num_tokens` with several sequences or without a KV cache.
         """
         self._model, self._config, self._logits_processor = model, config or GenerationConfig(), logits_processor
         check_inputs(model, prompts, self._config.eos_token_ids)
         num_samples = self._config.num_samples
         with torch.inference_mode():
             hidden_B1D, self._memory = read_prompts(model, prompts, memory, segment_length, num_samples)
-        self._hidden_B1D = hidden_B1D
+        self._hidden_B1D, self._read_next, max_draft = hidden_B1D, model, self._config.prompt_lookup_num_tokens
+        if max_draft is not None:
+            self._read_next = SpeculativeModel(model, prompts, self._memory, max_draft)
         self.active = list(range(len(prompts) * num_samples))
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
@@ -107,7 +110,7 @@ class BatchGenerator:
         assert self.active
         with torch.inference_mode():
             if self._num_generated:
-                self._hidden_B1D, self._memory = self._model(self._newest_B1, self._memory)
+                self._hidden_B1D, self._memory = self._read_next(self._newest_B1, self._memory)
             token_B = self._choose()
             self._newest_B1 = token_B[:, None]
             token_ids = token_B.tolist()

@@ -13,7 +13,7 @@ _PAPER_TOP_K = 40  # of the samples in the paper's appendix
 # settings that beam search refuses: it neither samples nor looks for stop strings
 _NOT_WITH_BEAMS = (
     *("num_samples", "seed", "greedy", "temperature", "top_k", "top_p", "min_p"),
-    *("repetition_penalty", "repetition_penalty_window", "stop"),
+    *("repetition_penalty", "repetition_penalty_window", "stop", "prompt_lookup_num_tokens"),
 )
 
 
@@ -58,6 +58,11 @@ class GenerationConfig(Settings):
     that its prompt alone gives with that seed."""
     num_samples: int = Field(default=1, ge=1)
     """Number of sequences to sample for each prompt; the prompt is prefilled once for all of them."""
+
+    prompt_lookup_num_tokens: int | None = Field(default=None, ge=1, le=256)
+    """Speculative decoding of one text: at most so many tokens are drafted, those that followed the latest ones where
+    they occurred before in prompt and generated text, and checked in one segment; fewer or none where that is not
+    faster. The text is the same but for rounding. None: no drafts."""
 
     num_beams: int | None = Field(default=None, ge=1)
     """Number of beams of a beam search, and of sequences that it returns; none: sample instead."""

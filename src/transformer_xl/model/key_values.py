@@ -170,6 +170,14 @@ class KeyValueCache(KeyValues):
         # not `replace`, which takes Python longer
         return KeyValueCache(storage, start + num_new, self.length, self.attend_empty, self.position_keys)
 
+    def without_newest(self, number: int) -> KeyValueCache:
+        """Return the cache before its newest tokens, which at most one call has appended; it shares the storage."""
+        return KeyValueCache(self.storage, self.end - number, self.length, self.attend_empty, self.position_keys)
+
+    def release_later(self) -> None:
+        """Let the next tokens overwrite the rows after this cache's end, of caches that nobody uses any more."""
+        self.storage.num_written = self.end
+
     @override
     def keys_of_positions(self, num_distances: int, project: Callable[[], Tensor]) -> Tensor:
         """Return the position keys as a view; `project` is called only if fewer than P are cached."""
