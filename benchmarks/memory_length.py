@@ -85,7 +85,9 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     axes.set_xticks(places, labels, fontsize=11)
     axes.tick_params(axis="y", labelsize=11)
     axes.set_ylim(min(means) - 0.07, axes.get_ylim()[1] + 0.04)
-    axes.set_title(f"{lengths[trained]} bytes of memory save {means[0] - means[trained]:.2f} bits per byte", fontsize=13)
+    axes.set_title(
+        f"{lengths[trained]} bytes of memory save {means[0] - means[trained]:.2f} bits per byte", fontsize=13
+    )
     axes.set_xlabel(f"memory in bytes, beside the segment of {results['segment_length']}", fontsize=11)
     axes.set_ylabel(f"test bits per byte, {len(results['seeds'])} seeds", fontsize=11)
     set_style(axes, "both")

@@ -107,11 +107,11 @@ def test_differences_within_the_spread_are_called_none(report: tuple[dict[str, A
 
 
 def test_attention_is_that_of_one_pass_over_the_text(run_of: Any) -> None:
-    """The maps are of all inputs from the first on; segments have 7 bytes, so that of byte 200 begins with the 197th."""
+    """The maps are of all inputs from the first on; with segments of 7, that of byte 200 begins with the 197th."""
     text, run = bytes(range(32, 127)) * 3, run_of(ByteTokenizer(), max_ngram=3, ngram_buckets=31, d_ngram=5)
     said, shown = map(unescape, demo._attention(run, text, 200))
-    head, layer, share = map(int, re.search(r"head (\d+) of layer (\d+), .*; (\d+)% ", said).groups())
-    assert "all but the last 5 bytes:" in said
+    share, head, layer = map(int, re.search(r"got (\d+)% of the attention of head (\d+) of layer (\d+)", said).groups())
+    assert "follows these 16. The first 11 of them were in memory" in said
     spans = re.findall(r'title="([\d.]+)%" style.*?>(.)', shown)
     assert "".join(character for _, character in spans) == text[184:200].decode()  # 11 of memory, 5 of the segment
     plan = EvaluationPlan.resolve(run.config)

@@ -251,10 +251,10 @@ def _attention(run: Run, content: bytes, position: int) -> list[str]:
     shown = zip(_characters(content[position - len(p_P) : position]), percents, strict=True)
     return [
         paragraph(
-            f"There memory gained most for byte {position:,}, {_characters(content[position : position + 1])!r}. Before "
-            f"it, head {head} of layer {layer}, which of all heads gives most to one byte of memory, attended to these "
-            f"{len(p_P)} bytes; {100 * float(p_P[num_new:].sum()):.0f}% of its attention is in memory, all but the last "
-            f"{num_new} bytes:"
+            f"There memory gained most for byte {position:,}, {_characters(content[position : position + 1])!r}, which "
+            f"follows these {len(p_P)}. The first {len(p_P) - num_new} of them were in memory, and got "
+            f"{100 * float(p_P[num_new:].sum()):.0f}% of the attention of head {head} of layer {layer}, of all heads "
+            "the one that gave most to one byte there:"
         ),
         tokens_html(
             [(text, f"{percent:.2f}%", percent) for text, percent in shown],
