@@ -215,10 +215,14 @@ def contestant(row: Results) -> str:
     """Return the name of a contestant of equal_time.py with the settings that were best."""
     settings = row["settings"]
     train = settings.get("train", settings)
-    name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(row["contestant"])
-    details = [f"`{settings['recipe']}`"] if settings.get("recipe") else []
+    kind, *ngrams = row["contestant"].split("-ngrams")
+    name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(kind)
+    details = ["with n-gram embeddings"] if ngrams else []
+    sizes = {"n_layers": settings.get("n_layer"), "d_model": settings.get("n_embd"), **settings.get("model", {})}
+    details += [f"`{settings['recipe']}`"] if settings.get("recipe") else []
+    details += [f"{sizes['n_layers']} layers of {sizes['d_model']}"] if sizes["n_layers"] else []
     if settings.get("model", {}).get("architecture") == "lstm":
-        details += ["with n-gram embeddings"] if "max_ngram" in settings["model"] else []
+        details += ["with n-gram embeddings"] if "max_ngram" in settings["model"] and not ngrams else []
     details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []
     details += [f"segments of {settings['segment_length']}"] if "segment_length" in settings else []
     details += [f"rate {train['learning_rate']:g}"] if "learning_rate" in train else []

@@ -3,6 +3,7 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 60 [--seeds 1,2,3] [--contestants ours,lstm,nanogpt,...]
         [--nanogpt CHECKOUT] [--peers .venv-peers/bin/python] [--ours RECIPE[:SETTING=VALUE...],...] [--out FILE]
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
+    python benchmarks/equal_time.py --corpus DIR --seconds 300 --search ...
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
 median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
@@ -18,6 +19,10 @@ Results are added to the output file after each training, and trainings that it 
 comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
 leaves out all but the N best choices of the longest shorter time in the file, or with `--best-of FILE` of the shortest
 time in the file of another text.
+
+With `--search` the settings of all contestants are chosen alike: of each, three sizes at two learning rates. Then there
+are ours-ngrams, lstm-ngrams and so on besides, the same models with the n-gram embeddings of `fast-small`, and `ours`
+and `lstm` have none.
 """
 
 from __future__ import annotations
@@ -107,6 +112,43 @@ def ours_choice(text: str) -> dict[str, Any]:
     return choice
 
 
+def searched(args: argparse.Namespace) -> list[Contestant]:
+    """Return all contestants of a search: three sizes of each at two rates, without and with n-gram embeddings."""
+    shapes = [(layers, width, rate) for layers, width in ((2, 256), (4, 256), (4, 384)) for rate in (2e-3, 4e-3)]
+    found = []
+    for suffix, ngrams in (("", {}), ("-ngrams", NGRAMS)):
+        sizes = [
+            {"n_layer": layers, "n_head": width // 64, "n_embd": width, "learning_rate": rate, "ngrams": ngrams}
+            for layers, width, rate in shapes
+        ]
+        blocks = [{**size, "block_size": 128, "batch_size": 16} for size in sizes]
+        segments = [{**size, "segment_length": 64, "memory_length": 64, "batch_size": 32} for size in sizes]
+        own = {"max_ngram": 1, **ngrams}
+        ours = [
+            {
+                "recipe": "fast-small",
+                "model": {"n_layers": layers, "d_model": width, "n_heads": width // 64, "d_ff": 4 * width, **own},
+                "train": {"learning_rate": 2.5 * rate},  # Muon's
+            }
+            for layers, width, rate in shapes
+        ]
+        lstms = [
+            lstm_choice(rate, n_layers=layers, d_model=width, **ngrams)
+            for layers, width in ((1, 448), (2, 448), (2, 640))
+            for rate in (4e-3, 8e-3)  # 2e-3 was behind these at 60 seconds
+        ]
+        found += [
+            Contestant(f"ours{suffix}", "competitor_ours", ours),
+            Contestant(f"lstm{suffix}", "competitor_ours", lstms),
+            Contestant(
+                f"nanogpt{suffix}", "competitor_nanogpt", [{**block, "checkout": str(args.nanogpt)} for block in blocks]
+            ),
+            Contestant(f"gpt2{suffix}", "competitor_gpt2", blocks),
+            Contestant(f"x-transformers{suffix}", "competitor_x_transformers", segments),
+        ]
+    return found
+
+
 def contestants(args: argparse.Namespace) -> list[Contestant]:
     """Return the chosen contestants with all choices of their settings."""
     blocks = [(128, 16), (256, 8)]
@@ -137,11 +179,12 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         Contestant("gpt2", "competitor_gpt2", [choice for choice in windows if choice["block_size"] == 128]),
         Contestant("x-transformers", "competitor_x_transformers", segments),
     ]
-    names = args.contestants.split(",")
+    known = searched(args) if args.search else known
+    names = args.contestants.split(",") if args.contestants else [contestant.name for contestant in known]
     if unknown := set(names) - {contestant.name for contestant in known}:
         raise UserError(f"no contestant {', '.join(unknown)}; known: {', '.join(known.name for known in known)}")
     chosen = [contestant for contestant in known if contestant.name in names]
-    if args.nanogpt is None and any(contestant.name == "nanogpt" for contestant in chosen):
+    if args.nanogpt is None and any(contestant.name.startswith("nanogpt") for contestant in chosen):
         raise UserError("nanogpt needs --nanogpt DIR, a checkout of nanoGPT; or leave it out of --contestants")
     if any(contestant.is_peer for contestant in chosen) and not args.peers.exists():
         raise UserError(f"{args.peers} does not exist; 'make bench' creates it, or give --peers PYTHON")
@@ -403,7 +446,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="folder that txl prepare created, with all splits")
     parser.add_argument("--seconds", type=float, required=True, help="time of each training")
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
-    parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
+    parser.add_argument("--contestants", help="separated by commas (default: all)")
+    parser.add_argument("--search", action="store_true", help="choose the sizes and rates of all contestants alike")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
     parser.add_argument("--lstm-changes", default="", help="tried with each choice of the LSTM: train.NAME=VALUE ...")
     parser.add_argument("--best", type=positive, help="train only the best N choices of a shorter time in the file")
@@ -424,7 +468,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
     if args.out is None:
-        args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}.json"
+        args.out = RESULTS / f"equal-time-{'search-' * args.search}{args.corpus.resolve().name}.json"
     return args
 
 

@@ -7,7 +7,8 @@ Each work runs in a process of its own with the package of one commit, in the or
 A commit is checked out as a git worktree in a temporary folder; native operators are shared where the C++ sources are
 the same. Two servers stand beside each other, and get load for 4 seconds in turn. A ratio is above 1 where head is
 better, whatever the unit; its interval has the ratios of all rounds, its quartiles the middle half of them. The status
-is 1 if a whole interval is below 0.95. The workers are those of this file, and use the public interface alone.
+is 1 if a whole interval is below 0.95; the operators whose time rose most are printed then. The workers are those of
+this file, and use the public interface alone.
 """
 
 from __future__ import annotations
@@ -93,6 +94,30 @@ def worker(name: str, run: Path, *, memory_length: int, scale: int) -> float:
     return number / (time.perf_counter() - start)
 
 
+def operator_seconds(name: str, folder: Path, *, memory_length: int, scale: int) -> dict[str, float]:
+    """Do a work in this process, and return the seconds of each operator of torch, without those that it calls.
+
+    Args:
+        name: one of WORKERS or TRAINING.
+        folder: as for `prepare_files`.
+        memory_length: as for `worker`.
+        scale: as for `worker`; above 1, a tiny model is trained.
+    """
+    from torch.profiler import profile
+
+    from transformer_xl import train
+
+    with tempfile.TemporaryDirectory() as made, profile() as profiled:
+        if name in WORKERS:
+            worker(name, folder / WORKERS[name][0], memory_length=memory_length, scale=scale)
+        else:
+            model, settings, steps = TRAINING[name]
+            model = TINY if scale > 1 else MODELS[model]
+            settings = {**settings, "max_steps": steps + 2}
+            train(None, folder / "corpus", Path(made) / "run", model=model, train=settings, progress=False)
+    return {event.key: event.self_cpu_time_total / 1e6 for event in profiled.key_averages()}
+
+
 def prepare_files(folder: Path, quick: bool, memory_length: int) -> None:
     """Write the corpus, and a run of each model with random weights, to a folder."""
     import torch
@@ -147,6 +172,10 @@ class Version:
         if work in SERVING:
             return self._serve(SERVING[work])
         return json.loads(self._run(__file__, "--worker", work, *self._flags()))
+
+    def operators(self, work: str) -> dict[str, float]:
+        """Return the seconds of each operator in a work, those of torch's profiler included."""
+        return json.loads(self._run(__file__, "--worker", work, "--profile", *self._flags()))
 
     def _flags(self) -> list[str]:
         quick = ["--quick"] if self.args.quick else []
@@ -267,6 +296,15 @@ def slower(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [work for work, lines in found.items() if any(line["interval"][1] < LOWEST_RATIO for line in lines)]
 
 
+def operator_table(base: dict[str, float], head: dict[str, float], number: int = 5) -> list[str]:
+    """Return lines of Markdown with the operators whose seconds rose most."""
+    rise = {name: head.get(name, 0.0) - base.get(name, 0.0) for name in {*base, *head}}
+    return ["| operator | s in base | in head |", "|---|---|---|"] + [
+        f"| {name} | {base.get(name, 0.0):.3f} | {head.get(name, 0.0):.3f} |"
+        for name in sorted(rise, key=rise.__getitem__, reverse=True)[:number]
+    ]
+
+
 def main() -> None:
     """Measure both commits, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -277,6 +315,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="tiny models, for a test of this file")
     parser.add_argument("--out", type=Path, default=results_file("speed"))
+    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
     for name in ("worker", "folder", "memory-length"):  # of the processes that this program starts
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -284,9 +323,11 @@ def main() -> None:
         prepare_files(Path(args.folder), args.quick, int(args.memory_length))
         return
     if args.worker:
-        run = Path(args.folder) / WORKERS[args.worker][0]
-        rate = worker(args.worker, run, memory_length=int(args.memory_length), scale=20 if args.quick else 1)
-        print(json.dumps({"tokens/s": rate}))
+        folder, scales = Path(args.folder), {"memory_length": int(args.memory_length), "scale": 20 if args.quick else 1}
+        if args.profile:
+            print(json.dumps(operator_seconds(args.worker, folder, **scales)))
+        else:
+            print(json.dumps({"tokens/s": worker(args.worker, folder / WORKERS[args.worker][0], **scales)}))
         return
     works = args.works.split(",")
     if unknown := set(works) - set(WORKS):
@@ -318,9 +359,13 @@ def main() -> None:
                 spread = " | ".join(f"{low:.3f} to {high:.3f}" for low, high in (line["quartiles"], line["interval"]))
                 numbers = f"{line['base']:,.5g} | {line['head']:,.5g} | {line['ratio']:.3f} | {spread}"
                 print(f"| {work} | {line['unit']} | {numbers} |", flush=True)
+        slow = slower(found)
+        for work in slow:
+            if work in {*TRAINING, *WORKERS}:
+                say("\n".join([f"{work}, by operator:", *operator_table(*(one.operators(work) for one in versions))]))
     about = {"command": command(), "cpu": cpu_model(), "cpu_features": cpu_features(), "threads": args.threads}
     write({**about, "busy": busy, "base": base.name, "head": head.name, "works": found}, args.out)
-    if slow := slower(found):
+    if slow:
         raise SystemExit(f"worse than {LOWEST_RATIO} of base: {', '.join(slow)}")
 
 

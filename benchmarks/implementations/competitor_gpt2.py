@@ -1,6 +1,6 @@
 """GPT-2 of Hugging Face transformers in `equal_time.py`, trained on random blocks with AdamW.
 
-Settings: `block_size`, `batch_size`, `learning_rate`, and the sizes `n_layer`, `n_head`, `n_embd`.
+Settings: `block_size`, `batch_size`, `learning_rate`, the sizes `n_layer`, `n_head`, `n_embd`, and `ngrams`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 import transformers
 from implementations.competitor import Assignment, random_blocks, window_nats
+from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -30,6 +31,7 @@ class GPT2:
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         )
         self.model = GPT2LMHeadModel(config).train()
+        self.model.transformer.wte = with_ngrams(self.model.transformer.wte, settings)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )

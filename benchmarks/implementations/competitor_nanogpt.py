@@ -1,8 +1,8 @@
 """nanoGPT in `equal_time.py`: its own model and optimizer from a checkout, on random blocks as in its train.py.
 
-Settings: `checkout` (folder of nanoGPT), `block_size`, `batch_size`, `learning_rate`, and the sizes `n_layer`,
-`n_head`, `n_embd`. The optimizer has the settings of its train.py: weight decay 0.1, betas 0.9 and 0.95, clipping at 1,
-a final learning rate of a tenth of the peak.
+Settings: `checkout` (folder of nanoGPT), `block_size`, `batch_size`, `learning_rate`, the sizes `n_layer`, `n_head`,
+`n_embd`, and `ngrams`. The optimizer has the settings of its train.py: weight decay 0.1, betas 0.9 and 0.95, clipping
+at 1, a final learning rate of a tenth of the peak.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from implementations.competitor import Assignment, random_blocks, window_nats
+from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 
 
@@ -34,6 +35,7 @@ class NanoGPT:
         )
         with contextlib.redirect_stdout(sys.stderr):  # it prints
             self.model = GPT(config).train()
+            self.model.transformer.wte = with_ngrams(self.model.transformer.wte, settings)
             self.optimizer = self.model.configure_optimizers(0.1, self.learning_rate, (0.9, 0.95), "cpu")
         self.contexts = (self.block_size,)
         self.note = "learned absolute positions; scored in windows that overlap by seven eighths"

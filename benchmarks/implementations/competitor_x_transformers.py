@@ -1,6 +1,7 @@
 """x-transformers with memory and rotary positions in `equal_time.py`, trained on consecutive segments with AdamW.
 
-Settings: `segment_length`, `memory_length`, `batch_size`, `learning_rate`, and the sizes `n_layer`, `n_head`, `n_embd`.
+Settings: `segment_length`, `memory_length`, `batch_size`, `learning_rate`, the sizes `n_layer`, `n_head`, `n_embd`, and
+`ngrams`, which reach into the segment before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib.metadata import version
 
 import torch
 from implementations.competitor import Assignment, ConsecutiveSegments
+from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from x_transformers import Decoder, TransformerWrapper
@@ -39,6 +41,7 @@ class XTransformers:
                 attn_flash=True,
             ),
         ).train()
+        self.model.token_emb.emb = self.embedding = with_ngrams(self.model.token_emb.emb, settings)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -52,15 +55,17 @@ class XTransformers:
         """See `Competitor.loss`."""
         inputs_BT, targets_BT = self._segments.next()
         logits_BTV, self._mems = self.model(inputs_BT, mems=self._mems, return_mems=True)
+        self.embedding.before_BR = inputs_BT
         return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
     def nats(self, inputs_K: Tensor, targets_K: Tensor, context: int) -> Iterator[Tensor]:
         """See `Competitor.nats`; `context` is the memory length."""
-        self.model.max_mem_len, mems = context, None
+        self.model.max_mem_len, mems, self.embedding.before_BR = context, None, None
         for inputs_T, targets_T in zip(
             inputs_K.split(self.segment_length), targets_K.split(self.segment_length), strict=True
         ):
             logits_BTV, mems = self.model(inputs_T[None], mems=mems, return_mems=True)
+            self.embedding.before_BR = inputs_T[None]
             yield cross_entropy(logits_BTV[0].float(), targets_T, reduction="none")
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from equal_time import compare, ours_choice
 from implementations.competitor import overlapping_windows, window_nats
+from implementations.hashed_ngrams import EmbeddingWithNgrams
 
 from transformer_xl import prepare
-from transformer_xl.config import UserError
+from transformer_xl.config import TransformerXLConfig, UserError
+from transformer_xl.model.ngrams import NgramEmbedding
 
 
 @pytest.mark.parametrize("length", [3, 16, 17, 40, 41])
@@ -135,3 +137,31 @@ def test_a_process_trains_and_scores(args: argparse.Namespace) -> None:
     (row,) = compare(args)
     assert row["steps"] >= 2
     assert 0 < row["test_bits_per_token"] < 8.1
+
+
+def test_ngrams_of_others_are_those_of_this_package() -> None:
+    """In a segment after another one too."""
+    config = TransformerXLConfig(
+        vocab_size=50, n_layers=1, d_model=8, n_heads=2, max_ngram=4, ngram_buckets=64, d_ngram=3
+    )
+    own = NgramEmbedding(config)
+    own.init_weights()
+    other = EmbeddingWithNgrams(torch.nn.Embedding(50, 8), max_ngram=4, ngram_buckets=64, d_ngram=3)
+    for theirs, ours in ((other.tables, own.tables), (other.projections, own.projections)):
+        for theirs_parameter, ours_parameter in zip(theirs, ours, strict=True):
+            theirs_parameter.data = ours_parameter.data
+    ids_BT = torch.randint(50, (2, 12))
+    ids_BS = torch.cat([ids_BT.new_zeros(2, 3), ids_BT + 1], 1)
+    expected_BTD = own(ids_BS, 12) + other.embedding(ids_BT)
+    first_BTD = other(ids_BT[:, :5])
+    other.before_BR = ids_BT[:, :5]
+    torch.testing.assert_close(torch.cat([first_BTD, other(ids_BT[:, 5:])], 1), expected_BTD)
+
+
+def test_a_search_tries_as_many_settings_of_all(args: argparse.Namespace) -> None:
+    args.search, args.nanogpt = True, Path("nanoGPT")
+    args.contestants = None
+    found = equal_time.contestants(args)
+    assert len(found) == 10
+    assert {len(contestant.choices) for contestant in found} == {6}
+    assert len({json.dumps(choice) for contestant in found for choice in contestant.choices}) == 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,23 @@ def test_versions_are_measured(
     monkeypatch.setattr("sys.argv", ["speed.py", *flags])
     monkeypatch.setattr(speed, "default_base", lambda: "base")
     monkeypatch.setattr(speed, "checked_out", lambda name, folder: tree(None, folder))
-    monkeypatch.setattr(speed, "LOWEST_RATIO", 0.0)
-    speed.main()
+    monkeypatch.setattr(speed, "LOWEST_RATIO", 1e9)
+    with pytest.raises(SystemExit, match=r"worse than .* of base: train-small, generate-small"):
+        speed.main()
     results = json.loads((tmp_path / "out").read_text())
     assert list(results["works"]) == works.split(",")
     assert all(
         value > 0 for lines in results["works"].values() for line in lines for side in line["rounds"] for value in side
     )
-    assert "| train-small | MiB peak |" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "| train-small | MiB peak |" in output.out
+    for work in works.split(","):
+        assert re.search(rf"{work}, by operator:\n.*\n.*\n\| \S.* \| [0-9.]+ \| [0-9.]+ \|", output.out + output.err)
+
+
+def test_operators_that_take_longer_come_first() -> None:
+    table = speed.operator_table({"mm": 1.0, "add": 1.0, "gone": 2.0}, {"mm": 1.1, "add": 1.5, "new": 0.2})
+    assert [line.split()[1] for line in table[2:]] == ["add", "new", "mm", "gone"]
 
 
 def test_slower_works_are_found() -> None:

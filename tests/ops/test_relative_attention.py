@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from native_operators import NATIVE
 from tensors import assert_same_tensors, named_gradients
 
@@ -314,6 +315,7 @@ GOOD = {
         ({}, {"chunk_size": 0}, "chunk_size=0: must be an integer, 1 or more"),
         ({}, {"chunk_size": 2.0}, "chunk_size=2.0: must be an integer"),
         ({}, {"dropout": 1.0}, "dropout=1: give a probability"),
+        ({}, {"scale": float("nan")}, "scale=nan: give a finite number"),
         ({}, {"implementation": "spda"}, "did you mean 'sdpa'"),
     ],
 )
@@ -337,9 +339,11 @@ def test_output_has_the_dtype_of_q_under_autocast(name):
         assert relative_attention(*tensors, causal=False, implementation=name).dtype == torch.float32
 
 
-def test_lengths_on_the_meta_device():
-    tensors = [torch.empty(shape, device="meta") for shape in GOOD.values()]
-    for lengths in ([5, 3], torch.empty(2, dtype=torch.int64, device="meta")):
-        out = relative_attention(*tensors, causal=False, lengths=lengths)
-        assert out.is_meta
-        assert out.shape == tensors[0].shape
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_lengths_without_values(mode):
+    with mode:
+        tensors = [torch.empty(shape) for shape in GOOD.values()]
+        for lengths in ([5, 3], torch.empty(2, dtype=torch.int64)):
+            out = relative_attention(*tensors, causal=False, lengths=lengths)
+            assert out.shape == tensors[0].shape
+            assert out.device == tensors[0].device

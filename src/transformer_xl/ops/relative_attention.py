@@ -12,12 +12,14 @@ each query, or one for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from transformer_xl.config import UserError
 from transformer_xl.ops.kernels import KERNELS, AttentionInputs, AttentionMask, Kernel, choose
@@ -86,7 +88,7 @@ def relative_attention(
         scale: factor of the scores, or None for 1 / sqrt(H).
         implementation: name of a kernel, or auto for the fastest that does what is asked on the device. `native`,
             `cpu` and `triton` need memory proportional to T + S; `sdpa` and `reference` make matrices of T x S, and
-            alone take `mask` and `segments`.
+            alone take `mask`, `segments`, second derivatives and the transforms of `torch.func`.
 
     Returns:
         The attended values (B, T, N, H), in the dtype of q.
@@ -118,6 +120,8 @@ def relative_attention(
             raise UserError(f"{name} is {tensor.dtype} on {tensor.device}, but q {q.dtype} on {q.device}; convert one")
     if not 0 <= dropout < 1:
         raise UserError(f"dropout={dropout:g}: give a probability from 0 to below 1")
+    if scale is not None and not math.isfinite(scale):
+        raise UserError(f"scale={scale}: give a finite number, or None for 1 / sqrt(H)")
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise UserError(f"chunk_size={chunk_size}: must be an integer, 1 or more")
     all_after = 0 if causal else num_queries - 1
@@ -202,7 +206,7 @@ def _lengths(
     if lengths_B.shape != (batch_size,) or lengths_B.is_floating_point() or lengths_B.dtype == torch.bool:
         raise UserError(f"{name} are {lengths_B.dtype} {tuple(lengths_B.shape)}; give an integer for each batch row")
     lengths_B = lengths_B.long()  # no kernel of torch compares uint16
-    is_known = not lengths_B.is_meta and not torch.compiler.is_compiling()
+    is_known = not (lengths_B.is_meta or is_fake(lengths_B) or torch.compiler.is_compiling())
     if is_known and ((lengths_B < 0) | (lengths_B > num_queries)).any():
         raise UserError(f"{name}={lengths_B.tolist()}: must be from 0 to the number of queries, {num_queries}")
     return lengths_B.to(device)

@@ -119,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _refuse_second_derivative(*_: Any) -> None:
-    raise RuntimeError("native attention has no second derivative; use attn_implementation='reference' or 'sdpa'")
+    raise RuntimeError("native attention has no second derivative; use 'reference' or 'sdpa' as implementation")
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:
