@@ -56,33 +56,40 @@ def measure(folders: list[Path]) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
-    """Return the chart: mean and range of the runs by memory length, and of each model without memory as a band."""
+    """Return the chart: mean and range of the runs by memory length, and of each model without memory as a band.
+
+    The lengths end with the first whose values are those of all longer ones. It is small, so that labels stay readable
+    where a phone makes it smaller still.
+    """
     assert peers["text_sha256"] == results["train_sha256"], "not the same text"
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained", facecolor="white")
+    lengths, values = map(list, zip(*results["bits_per_byte"].items(), strict=True))
+    last = values.index(values[-1])
+    labels = [f"{int(length):,}" for length in lengths[:last]] + [f"{int(lengths[last]):,} to\n{int(lengths[-1]):,}"]
+    values = values[: last + 1]
+    places, means = range(last + 1), [math.fsum(runs) / len(runs) for runs in values]
+    trained = lengths.index(str(results["trained_memory_length"]))
+    figure = Figure(figsize=(5.2, 4.0), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    labels = [f"{int(length):,}" for length in results["bits_per_byte"]]
-    places, values = range(len(labels)), list(results["bits_per_byte"].values())
-    for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2 of transformers", ORANGE)):
+    for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2", ORANGE)):
         row = next(row for row in peers["tables"]["300"] if row["contestant"] == name)
         axes.axhspan(*row["range"], color=color, alpha=0.4, linewidth=0)
         text = f"{label}, no memory, blocks of {row['context']}"
-        axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=9)
-    means = [math.fsum(runs) / len(runs) for runs in values]
+        axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=11)
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=BLUE, alpha=0.3, linewidth=0)
-    axes.plot(places, means, "-o", color=BLUE, markersize=5)
+    axes.plot(places, means, "-o", color=BLUE, markersize=6)
     for place, mean in zip(places, means, strict=True):
-        offset = (0, -14) if place else (20, 2)
-        axes.annotate(f"{mean:.3f}", (place, mean), offset, textcoords="offset points", ha="center", fontsize=8)
-    trained = list(results["bits_per_byte"]).index(str(results["trained_memory_length"]))
+        offset = (0, -18) if place else (26, -2)
+        axes.annotate(f"{mean:.3f}", (place, mean), offset, textcoords="offset points", ha="center", fontsize=11)
     axes.axvline(trained, color=BLACK, linestyle=":", linewidth=1, alpha=0.5)
-    axes.text(trained + 0.08, max(means), "memory in training", fontsize=9, color="0.3")
-    axes.set_xticks(places, labels)
-    axes.set_ylim(min(means) - 0.06)
-    axes.set(
-        title=f"Transformer-XL by memory length in evaluation; seeds: {len(results['seeds'])}",
-        xlabel=f"memory length in bytes, besides the segment of {results['segment_length']}",
-        ylabel="test bits per byte",
+    axes.text(trained - 0.08, means[1] + 0.09, "memory\nin training", ha="right", fontsize=11, color="0.3")
+    axes.set_xticks(places, labels, fontsize=11)
+    axes.tick_params(axis="y", labelsize=11)
+    axes.set_ylim(min(means) - 0.07, axes.get_ylim()[1] + 0.04)
+    axes.set_title(
+        f"{lengths[trained]} bytes of memory save {means[0] - means[trained]:.2f} bits per byte", fontsize=13
     )
+    axes.set_xlabel(f"memory in bytes, beside the segment of {results['segment_length']}", fontsize=11)
+    axes.set_ylabel(f"test bits per byte, {len(results['seeds'])} seeds", fontsize=11)
     set_style(axes, "both")
     return figure
 

@@ -92,7 +92,11 @@ def text_html(prompt: str, text: str) -> str:
 
 
 def tokens_html(
-    tokens: Iterable[tuple[str, str, float]], num_more: int = 0, quantity: str = "loss of each token"
+    tokens: Iterable[tuple[str, str, float]],
+    num_more: int = 0,
+    quantity: str = "loss of each token",
+    strongest: float = _STRONG_NATS,
+    unit: str = "nats",
 ) -> str:
     """Return a text whose background shows how surprising each token was.
 
@@ -100,20 +104,22 @@ def tokens_html(
         tokens: text of each token, what a tooltip says about it, and its loss in nats.
         num_more: number of tokens of the text that are left out.
         quantity: what the colors show, if not the loss.
+        strongest: value of the strongest color.
+        unit: unit of the values.
     """
     spans = "".join(
         # a newline alone would have no visible background
-        f'<span title="{escape(note)}" style="background:{_color(nats)}">'
+        f'<span title="{escape(note)}" style="background:{_color(value / strongest)}">'
         f"{escape(text).replace(chr(10), '&#8629;' + chr(10))}</span>"
-        for text, note, nats in tokens
+        for text, note, value in tokens
     )
-    scale = f"linear-gradient(90deg,{_color(0)},{_color(_STRONG_NATS)})"
+    scale = f"linear-gradient(90deg,{_color(0)},{_color(1)})"
     return (
-        f'<div>{quantity}: 0 <span style="background:{scale};padding:0 3em"></span> {_STRONG_NATS:g} nats or '
+        f'<div>{quantity}: 0 <span style="background:{scale};padding:0 3em"></span> {strongest:g} {unit} or '
         f'more</div><div style="white-space:pre-wrap;font-family:monospace;line-height:1.6">{spans}'
         f"<i>{_more(num_more, 'tokens')}</i></div>"
     )
 
 
-def _color(nats: float) -> str:
-    return f"rgba(255,120,0,{0.65 * max(0.0, min(1.0, nats / _STRONG_NATS)):.2f})"
+def _color(share: float) -> str:
+    return f"rgba(255,120,0,{0.65 * max(0.0, min(1.0, share)):.2f})"

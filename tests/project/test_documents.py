@@ -38,8 +38,7 @@ def wide_lines(text: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
 def test_code_fits_the_column(document: Path) -> None:
-    if document.name not in ("attention-operator.md", "conformer.md"):  # which still scroll
-        assert wide_lines(document.read_text(encoding="utf-8")) == []
+    assert wide_lines(document.read_text(encoding="utf-8")) == []
     assert wide_lines(f"```sh\n{'x' * 99}\n```\n") == ["x" * 99]
 
 

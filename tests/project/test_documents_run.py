@@ -55,7 +55,7 @@ TEXT = "Once upon a time a judge heard the workers, and the union received an of
 CSV = "story,condition,sentence,text\na,x,1,the union received an offer\na,x,2,the union found the offer was too low\n"
 # the paths that a document takes for granted; their names say what they are (see `give`)
 GIVEN = {
-    "README.md": "my-texts/ downloads/transfo-xl-wt103",
+    "README.md": "pages.jsonl",
     "attention.md": "corpora/mine runs/mine enwik-run page.txt",
     "babylm.md": "train_10M/ dev/ test/",
     "baselines.md": "corpora/mine corpora/enwik8",

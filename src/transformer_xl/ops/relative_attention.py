@@ -61,7 +61,8 @@ def relative_attention(
 ) -> Tensor:
     """Attend from T queries to S = M + T keys, with the position terms of Transformer-XL.
 
-        r = layer.r_proj(encoding).unflatten(-1, (num_heads, -1))  # of the distances T - 1, ..., 0, ..., -(T - 1)
+        # position keys of the distances T - 1, ..., 0, ..., -(T - 1)
+        r = layer.r_proj(encoding).unflatten(-1, (num_heads, -1))
         out = relative_attention(q, k, v, r, u, w, causal=False, lengths=lengths, window=(128, 16))
 
     Args:

@@ -8,14 +8,18 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from refusals import txl
 
+from transformer_xl.apps.analyze.attention_maps import TermMaps, trace_attention
 from transformer_xl.apps.reproduce import demo
 from transformer_xl.device import environment
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.text.prepare import prepare
+from transformer_xl.text.tokenizers import ByteTokenizer
 
 RECIPE = {
     "model": {"vocab_size": 256, "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16},
@@ -100,6 +104,27 @@ def test_differences_within_the_spread_are_called_none(report: tuple[dict[str, A
         "no memory +0.300 ± 0.002 bits per byte (worse) and a memory of 32 +0.001 ± 0.002 bits per byte "
         "(no difference beyond the spread)."
     )
+
+
+def test_attention_is_that_of_one_pass_over_the_text(run_of: Any) -> None:
+    """The maps are of all inputs from the first on; with segments of 7, that of byte 200 begins with the 197th."""
+    text, run = bytes(range(32, 127)) * 3, run_of(ByteTokenizer(), max_ngram=3, ngram_buckets=31, d_ngram=5)
+    said, shown = map(unescape, demo._attention(run, text, 200))
+    share, head, layer = map(int, re.search(r"got (\d+)% of the attention of head (\d+) of layer (\d+)", said).groups())
+    assert "follows these 16. The first 11 of them were in memory" in said
+    spans = re.findall(r'title="([\d.]+)%" style.*?>(.)', shown)
+    assert "".join(character for _, character in spans) == text[184:200].decode()  # 11 of memory, 5 of the segment
+    plan = EvaluationPlan.resolve(run.config)
+    inputs_K = np.frombuffer(bytes([run.tokenizer.bos_token_id]) + text[:200], dtype=np.uint8)
+    maps = TermMaps(run.model, plan, len(inputs_K))
+    trace_attention(run.model, inputs_K, plan, [maps.add])
+    heads = np.array([maps.map_QQ("probability", *divmod(number, 2))[-1, -16:] for number in range(6)])
+    p_LNK = heads.reshape(3, 2, 16)
+    assert np.unravel_index(p_LNK[..., :11].max(-1).argmax(), (3, 2)) == (layer, head)
+    percents = 100 * p_LNK[layer, head]
+    assert [float(percent) for percent, _ in spans] == pytest.approx(percents, abs=0.006)
+    assert share == round(percents[:11].sum())
+    assert demo._attention(run, text, 5) == []  # no memory yet
 
 
 def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], browser: Any) -> None:

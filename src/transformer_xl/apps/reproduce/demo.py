@@ -1,6 +1,8 @@
 """`txl demo`: prepare a corpus, train on it, evaluate, generate, and write a report, in minutes on any computer.
 
 The text is the source of Python's own standard library, which needs no download.
+
+Shape suffixes: K tokens of the text, B batch size (1), L layers, N heads, P distances.
 """
 
 from __future__ import annotations
@@ -16,17 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from transformer_xl import __version__
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device, environment, resolve_dtype
 from transformer_xl.display import tokens_html
+from transformer_xl.evaluation.attention_by_distance import attention_of_last
 from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
+from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.plots import Line, draw
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.report_page import details, facts, heading, page, paragraph, sample, table, verbatim
+from transformer_xl.run import Run
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
@@ -44,6 +51,7 @@ _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster
 _PARTS = 16  # of that text, whose differences give the spread
 _TEMPERATURES = (0.4, 0.7, 1.0)
 _PASSAGE = 480  # bytes that are shown with what memory gained
+_STRONG_ATTENTION = 20  # percent that have the strongest color
 
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
@@ -174,7 +182,10 @@ def run_demo(
         "cores": num_cores(),
     }
     gained_K = nats_by_length[0] - nats_by_length[trained_length]
-    write_text(report, demo_page(trained, values, corpus.source, _passage(content, gained_K)))
+    passage = _passage(gained_K)
+    most = passage.start + int(gained_K[passage].argmax())
+    shown = [_gains(content, gained_K, passage), *_attention(run, content, most)]
+    write_text(report, demo_page(trained, values, corpus.source, shown))
     return trained, values
 
 
@@ -191,25 +202,77 @@ def _clear(out: Path) -> None:
         (out / "report.html").unlink(missing_ok=True)
 
 
-def _passage(content: bytes, gained_K: Any) -> str:
-    """Return the passage in which memory gained most as HTML, each byte colored by the nats that it gained."""
+def _passage(gained_K: Any) -> slice:
+    """Return the passage in which memory gained most."""
     sums_K = np.concatenate([[0.0], np.cumsum(gained_K, dtype=np.float64)])
     length = min(_PASSAGE, len(gained_K))
     start = int(np.argmax(sums_K[length:] - sums_K[:-length]))
-    shown = content[start : start + length].decode("ascii", "replace")  # a character for each byte
-    nats = gained_K[start : start + length].tolist()
-    tokens = [(text, f"{gain:+.2f} nats", gain) for text, gain in zip(shown, nats, strict=True)]
-    return tokens_html(tokens, quantity="gain by memory")
+    return slice(start, start + length)
 
 
-def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, passage: str) -> str:
+def _characters(content: bytes) -> str:
+    """Return a character for each byte."""
+    return content.decode("ascii", "replace")
+
+
+def _gains(content: bytes, gained_K: Any, passage: slice) -> str:
+    """Return a passage as HTML, each byte colored by the nats that memory gained."""
+    shown = zip(_characters(content[passage]), gained_K[passage].tolist(), strict=True)
+    return tokens_html([(text, f"{gain:+.2f} nats", gain) for text, gain in shown], quantity="gain by memory")
+
+
+def _attention(run: Run, content: bytes, position: int) -> list[str]:
+    """Return what a head attends to where it predicts the byte at a position, as HTML.
+
+    It is the head that gives most to one byte of memory. Nothing is returned for a model without attention terms, and
+    where there is no memory yet.
+    """
+    model, lengths = run.model, run.config.train
+    if not isinstance(model, RelativeLanguageModel):
+        return []
+    plan = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", memory_length=lengths.memory_length))
+    size, limits = plan.segment_length, plan.context_limits
+    # the inputs are one behind the text: the last one, which predicts the byte, is that before it
+    inputs_K = np.concatenate([[run.tokenizer.bos_token_id], np.frombuffer(content[:position], dtype=np.uint8)])
+    inputs_BK = torch.from_numpy(inputs_K[None]).to(next(model.parameters()).device)
+    first = position // size * size
+    reach = (model.config.n_layers + 1) * (-(-limits.memory_length // size) + 1) * size  # nothing before it matters
+    memory = model.initial_memory(1, limits)
+    with torch.inference_mode():
+        for start in range(max(0, first - reach), first, size):
+            _, memory = model(inputs_BK[:, start : start + size], memory)
+        p_LNP = attention_of_last(model, inputs_BK[:, first:], memory)
+    num_new = position + 1 - first
+    if p_LNP.shape[-1] <= num_new:
+        return []
+    layer, head = divmod(int(p_LNP[..., num_new:].amax(-1).argmax()), p_LNP.shape[1])
+    p_P = p_LNP[layer, head, :position]  # without the token before the text
+    percents = (100 * p_P.flip(0)).tolist()
+    shown = zip(_characters(content[position - len(p_P) : position]), percents, strict=True)
+    return [
+        paragraph(
+            f"There memory gained most for byte {position:,}, {_characters(content[position : position + 1])!r}, which "
+            f"follows these {len(p_P)}. The first {len(p_P) - num_new} of them were in memory, and got "
+            f"{100 * float(p_P[num_new:].sum()):.0f}% of the attention of head {head} of layer {layer}, of all heads "
+            "the one that gave most to one byte there:"
+        ),
+        tokens_html(
+            [(text, f"{percent:.2f}%", percent) for text, percent in shown],
+            quantity="attention",
+            strongest=_STRONG_ATTENTION,
+            unit="%",
+        ),
+    ]
+
+
+def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, passage: Sequence[str]) -> str:
     """Return the report on a demo as HTML.
 
     Args:
         training: what the demo trained.
         values: what it measured, as returned by `run_demo`.
         source: description of the text.
-        passage: HTML of a passage with what memory gained.
+        passage: HTML of a passage with what memory gained, and of what was attended to.
     """
     folder, test, curve = RunFolder.open(training.path), values["test"], values["by_memory_length"]
     model, train_config = folder.config.model, folder.config.train
@@ -242,7 +305,7 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
                 "colored by how much more likely each "
                 "became than without memory:"
             ),
-            passage,
+            *passage,
             heading("Samples"),
             paragraph("The marked text is the prompt; the model generated the rest (top-k 40, seed 1)."),
             *(
