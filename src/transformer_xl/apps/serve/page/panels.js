@@ -84,12 +84,13 @@ export function showCurve(root, lengths, means, chosen) {
 /** Draw the texts, each with the fork of its branches. A row is what goes on without a fork.
  * @param {Work} work @param {Set<Part>} path @param {(node: Part, from: number) => {label: string, readable: boolean}} describe */
 export function showTree(root, work, path, describe) {
+  const followers = work.followers();
   const row = (/** @type {Part} */ node, isBranch) => {
     const chain = [node];
     const forks = [];
     for (;;) {
       const last = chain.at(-1);
-      const children = work.children(last.id);
+      const children = followers.get(last.id) ?? [];
       const after = children.filter(({ at }) => at === last.ids.length);
       const next = after.length === 1 ? after[0] : null;
       forks.push(...children.filter((child) => child !== next).sort((first, second) => first.at - second.at));
@@ -115,7 +116,8 @@ export function showTree(root, work, path, describe) {
     return item;
   };
   const list = make("ul");
-  list.append(...work.children(null).map((node) => row(node, false)));
+  const texts = (followers.get(null) ?? []).sort((first, second) => (first.made ?? 0) - (second.made ?? 0));
+  list.append(...texts.map((node) => row(node, false)));
   root.replaceChildren(list.childElementCount ? list : make("p", "Nothing yet.", "help"));
 }
 

@@ -1,6 +1,7 @@
 // What the server computes of a text: the surprisal of its tokens with a memory length, as `txl score` does; alternatives;
 // attention; and its continuation.
 
+import { firstIndex } from "./editor.js";
 import { get, post, remove, scoredTokens, stream } from "./server.js";
 
 /** @import { Part, Work } from "./work.js" */
@@ -27,7 +28,7 @@ export class Text {
 
   get length() { return this.ids.length; }
 
-  spanAt(index) { return this.spans.find(({ end }) => index < end) ?? this.spans.at(-1); }
+  spanAt(index) { return this.spans[firstIndex(this.spans.length, (at) => this.spans[at].end > index)] ?? this.spans.at(-1); }
 
   /** The surprisal of a token in bits: NaN if it has none, undefined if it is not known yet. */
   bits(index, memory) {

@@ -63,7 +63,10 @@ export async function* stream(body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { value: "", done: true };
+    });
     if (done) throw new ServerError(0, "The connection ended before the text did.");
     buffer += value;
     const events = buffer.split("\n\n");
