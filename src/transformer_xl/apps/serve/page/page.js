@@ -38,7 +38,8 @@ let looked = null; // { index, memory, weights }: what a token attends to
 let asking = null; // AbortController of what is asked of the chosen token
 let running = null; // AbortController of the request that writes
 let reading = null; // AbortController of the requests that read
-let undone = { back: [], forth: [] };
+/** @type {Record<string, any[]>} */
+let undone = { back: [], forth: [] }; // steps to the texts before and after: { start, end, inserted }, or { node, at } of another part
 
 // Errors, and trying again
 
@@ -70,11 +71,11 @@ const attempt = (action) => async (...values) => {
 
 // The text
 
-async function fetchNames(ids) {
+async function fetchNames(ids, signal = undefined) {
   const missing = [...new Set(ids)].filter((id) => !names.has(id) && id < model.vocab_size);
   if (!missing.length) return;
   const into = names;
-  const { token_strs } = await post("detokenize", { model: model.id, tokens: missing });
+  const { token_strs } = await post("detokenize", { model: model.id, tokens: missing }, signal);
   missing.forEach((id, index) => into.set(id, token_strs[index]));
 }
 
@@ -201,7 +202,7 @@ let progress = "";
 function showStatus() {
   const mean = text.mean(memory());
   const of = hasMemory(model) ? ` with a memory of ${count(memory(), "token")}` : "";
-  const state = running ? "writing \u2026" : progress;
+  const state = running ? "writing \u2026 until you type or press Esc" : progress;
   const isBusy = Boolean(running || draft || reading);
   element("text").ariaBusy = String(isBusy);
   element("status").ariaLive = isBusy ? "off" : "polite"; // screen readers read it when the text is done
@@ -210,7 +211,6 @@ function showStatus() {
   element("reroll").disabled = running !== null || currentNode()?.kind !== "model";
   const where = place() < shownIds().length ? "Continue at the cursor" : "Continue";
   element("go").textContent = running ? "Stop (Esc)" : where;
-  element("text").ariaReadOnly = String(running !== null);
 }
 
 // The chosen token
@@ -316,12 +316,32 @@ function chooseAndShow(index) {
 
 // Typing
 
-const undo = ([from, to]) => {
+const here = () => ({ node: currentNode(), at: editor.selected()[1] });
+
+// Let the text end in another part, as a step that can be undone; return the step.
+function moveTo(node) {
+  const step = here();
+  undone = { back: [...undone.back, step], forth: [] };
+  work.current = node.id;
+  fresh = new Set();
+  return step;
+}
+
+const undo = attempt(async (from, to) => {
+  running?.abort();
+  while (draft && undone[from].at(-1)?.node !== undefined) await tokenized();
   const step = undone[from].pop();
-  if (!step || running) return;
-  const { start, end, inserted } = step;
-  undone[to].push(edit(start, end, inserted));
-};
+  if (step?.inserted !== undefined) undone[to].push(edit(step.start, step.end, step.inserted));
+  else if (step && (!step.node || work.nodes.has(step.node.id))) { // else another tab has deleted it
+    undone[to].push(here());
+    work.current = step.node?.id ?? null;
+    showAll();
+    editor.select(step.at);
+    editor.reveal(step.at);
+    keep();
+    await readAll();
+  }
+});
 
 // What the characters between two offsets are, which may be shown by signs.
 function realText(start, end) {
@@ -361,8 +381,9 @@ function edit(start, end, inserted) {
 }
 
 function type(start, end, inserted) {
-  if (running || !model || start === end && !inserted) return;
+  if (!model || start === end && !inserted) return;
   report(null);
+  running?.abort();
   undone.back.push(edit(start, end, inserted.replaceAll("\r\n", "\n")));
   editor.reveal(editor.selected()[1]);
   if (undone.back.length > 1000) undone.back.shift();
@@ -384,6 +405,7 @@ async function tokenized() {
     await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
     draft = null;
+    work.revive(text.spans);
     replace(own.first, own.last, ids);
     showText(own.first);
     showBranches();
@@ -394,23 +416,27 @@ async function tokenized() {
 // Put tokens in place of others: in the part where they are if all that follows was typed too, else as a branch.
 function replace(first, last, ids) {
   const { spans } = text;
+  const followers = work.followers();
   const isOpen = ({ node, start, end }, index) => end - start === node.ids.length && node.model === model.id
     && (node.kind === "you" || fresh.has(node.id))
-    && work.children(node.id).every((child) => child === spans[index + 1]?.node);
+    && (followers.get(node.id) ?? []).every((child) => child === spans[index + 1]?.node);
   let from = spans.length;
   while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
   const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
   if (owner) {
     const { node, start } = owner;
     node.ids = [...node.ids.slice(0, first - start), ...ids, ...node.ids.slice(last - start)];
+    let before = null;
     for (const { node: part } of spans.slice(spans.indexOf(owner))) {
       const kept = part === node ? first - start : 0;
       for (const bits of [...Object.values(part.bits), part.rough]) bits.length = Math.min(bits.length, kept);
       for (const session of part.sessions) if (session.at > kept) drop(part, session);
-      if (part.parent === node.id) part.at = node.ids.length;
-      work.touch(part);
+      if (before) [part.parent, part.at] = [before.id, before.ids.length];
+      before = work.renew(part);
+      fresh.add(part.id);
     }
-    if (!node.ids.length && spans.at(-1) === owner) work.remove(node.id);
+    work.current = before.id;
+    if (!before.ids.length) work.remove(before.id);
     return;
   }
   const [parent, at] = text.place(first);
@@ -483,6 +509,7 @@ async function writing(action) {
   if (running || !model) return;
   await tokenized();
   reading?.abort();
+  work.revive(text.spans);
   running = new AbortController();
   showStatus();
   try {
@@ -507,16 +534,16 @@ async function write(signal, end = text.length, isOther = false) {
   const before = work.current;
   let keptAt = Date.now();
   const part = work.add(parent, at, "model", model.id, [], seed);
-  work.current = part.id;
-  fresh = new Set();
-  undone = { back: [], forth: [] };
+  const step = moveTo(part);
+  work.growing = part.id;
   showText(end);
   editor.select(editor.text.length);
   editor.reveal(editor.text.length);
   const { max_tokens, temperature, top_p, top_k, min_p } = settings;
   try {
     for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
-      await fetchNames(tokens.map(({ id }) => id));
+      await fetchNames(tokens.map(({ id }) => id), signal);
+      signal.throwIfAborted();
       const from = text.length;
       const follows = isAtEnd(editor.scroller);
       const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
@@ -533,9 +560,12 @@ async function write(signal, end = text.length, isOther = false) {
       keep();
     }
   } finally {
+    work.growing = null;
     if (!part.ids.length) {
+      if (work.current === part.id) work.current = before;
       work.remove(part.id);
-      work.current = before;
+      undone.back = undone.back.filter((one) => one !== step);
+      text = new Text(work, currentNode(), model); // of which what was typed meanwhile is a change
       showText();
     }
   }
@@ -549,11 +579,11 @@ const goOn = () => {
 
 const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, true));
 
-const takeInstead = (index, id) => writing(async () => {
+const takeInstead = (index, id) => writing(async (signal) => {
   const [parent, at] = text.place(index);
-  work.current = work.add(parent, at, "you", model.id, [id]).id;
-  fresh = new Set();
-  await fetchNames([id]);
+  await fetchNames([id], signal);
+  signal.throwIfAborted();
+  moveTo(work.add(parent, at, "you", model.id, [id]));
   showText(index);
   editor.select(editor.text.length);
 });
@@ -674,11 +704,14 @@ async function showServerSessions() {
     : node.model);
 }
 
+let isFull = false; // the browser's store
 async function keep() {
   try {
     await work.keep({ ...settings, model: model?.id });
+    isFull = false;
   } catch {
-    report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
+    isFull = true;
+    report(new Error("The browser has no room for all of this work. Delete some branches, or copy what you need."), keep);
   }
 }
 
@@ -687,9 +720,10 @@ async function merge(touched) {
   if (running || draft || !model) return;
   if (!text.spans.some(({ node }) => touched.has(node.id))) return showBranches();
   if (currentNode() === null) work.current = null;
-  const selection = editor.selected();
+  const [selection, ids, steps] = [editor.selected(), String(text.ids), undone];
   await showCurrent();
   editor.select(...selection);
+  if (String(text.ids) === ids) undone = steps;
 }
 
 function chooseModel(id) {
@@ -728,10 +762,9 @@ function savePicture() {
 
 async function share() {
   await tokenized();
-  const { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } = settings;
+  const { seed, ...shared } = settings;
   const fragment = await linkFragment({ model: model.id, text: textOf(text.ids), chosen,
-    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]),
-    settings: { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } });
+    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]), settings: shared });
   element("link").value = location.origin + location.pathname + fragment;
   element("link-form").hidden = false;
   element("link").select();
@@ -807,9 +840,12 @@ async function start() {
   if (!isReadable(currentNode())) work.current = null;
   showSettings();
   await showCurrent();
-  if (keptDraft?.last <= text.length) {
-    [draft, keptDraft] = [keptDraft, null];
-    showText(draft.first);
+  if (keptDraft) {
+    const { current, ...own } = keptDraft;
+    keptDraft = null;
+    if (current !== work.current && own.value) await begin(own.value); // another tab has changed the text
+    else draft = own;
+    showText(draft?.first);
   }
   if (draft) await readDraft();
   editor.root.focus({ preventScroll: true });
@@ -922,6 +958,7 @@ document.addEventListener("selectionchange", () => editor.selected());
 look("text", "focus", () => { if (!editor.root.matches(":active")) editor.select(...editor.last); });
 let composed = 0;
 look("text", "compositionstart", () => {
+  running?.abort();
   editor.composing = true;
   composed = editor.lineOf(editor.selected()[0]);
 });
@@ -992,8 +1029,8 @@ document.addEventListener("keydown", attempt((event) => {
     const lengths = memoryLengths();
     const length = lengths[lengths.indexOf(settings.memory) + (key === "ArrowUp" ? 1 : -1)];
     if (length !== undefined) chooseMemory(length);
-  } else if (isCommand && event.target === editor.root && key.toLowerCase() === "z") undo(shiftKey ? ["forth", "back"] : ["back", "forth"]);
-  else if (isCommand && event.target === editor.root && key.toLowerCase() === "y") undo(["forth", "back"]);
+  } else if (isCommand && event.target === editor.root && key.toLowerCase() === "z") shiftKey ? undo("forth", "back") : undo("back", "forth");
+  else if (isCommand && event.target === editor.root && key.toLowerCase() === "y") undo("forth", "back");
   else return;
   event.preventDefault();
 }));
@@ -1002,8 +1039,10 @@ addEventListener("hashchange", attempt(async () => {
   report(null);
   await openLink();
 }));
+addEventListener("beforeunload", (event) => { if (isFull) event.preventDefault(); });
 addEventListener("pagehide", () => {
+  work.growing = null;
   keep();
-  tabStorage.setItem(DRAFT, JSON.stringify(draft));
+  tabStorage.setItem(DRAFT, JSON.stringify(draft && { ...draft, current: work.current }));
 });
 attempt(start)();

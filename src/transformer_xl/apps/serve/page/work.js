@@ -168,9 +168,6 @@ export class Work {
     }
   }
 
-  /** Whether something is not kept yet. */
-  get isUnkept() { return this.#changed.size > 0; }
-
   /** Keep what has changed. Rejects where the browser has no room. */
   async keep(settings) {
     tabStorage.setItem(TAB, String(this.current ?? 0));
