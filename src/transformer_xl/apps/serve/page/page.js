@@ -507,6 +507,7 @@ async function readAll() {
 async function writing(action) {
   if (!model) await start(); // the server did not answer, or needed a key
   if (running || !model) return;
+  report(null);
   await tokenized();
   reading?.abort();
   work.revive(text.spans);
@@ -514,13 +515,15 @@ async function writing(action) {
   showStatus();
   try {
     await action(running.signal);
+  } catch (error) {
+    if (error.name !== "AbortError") throw error; // what is tried again is to write
   } finally {
     running = null;
     await keep();
     showBranches();
     showStatus();
-    attempt(readAll)();
   }
+  attempt(readAll)();
 }
 
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
@@ -843,9 +846,10 @@ async function start() {
   if (keptDraft) {
     const { current, ...own } = keptDraft;
     keptDraft = null;
-    if (current !== work.current && own.value) await begin(own.value); // another tab has changed the text
-    else draft = own;
-    showText(draft?.first);
+    if (current === work.current) {
+      draft = own;
+      showText(draft.first);
+    } else if (own.value) await begin(own.value); // another tab has changed the text
   }
   if (draft) await readDraft();
   editor.root.focus({ preventScroll: true });

@@ -225,7 +225,7 @@ export async function linkedText(fragment) {
     const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
     text = JSON.parse(await unpacked(bytes));
   } catch {
-    throw new Error("The link is damaged: it may have been cut.");
+    throw new Error("The link is damaged, it may have been cut, or its text is too long.");
   }
   const isText = typeof text?.model === "string" && typeof text.text === "string" && Array.isArray(text.parts)
     && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1]));
