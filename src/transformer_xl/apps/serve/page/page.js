@@ -257,9 +257,20 @@ function showLooked() {
   if (!looked) return;
   looked.weights = meanAttention(looked.all, element("layer").value, element("head").value);
   looked.highest = Math.max(...looked.weights);
+  showPaint();
+}
+
+function showPaint() {
   showLegend();
   showToken();
   repaint();
+}
+
+// Show and keep what was chosen beside the text.
+function showChoice() {
+  showPaint();
+  if (chosen !== null && !draft) attempt(ask)(chosen);
+  keep();
 }
 
 function showToken() {
@@ -413,7 +424,7 @@ async function tokenized() {
   }
 }
 
-// Put tokens in place of others: in the part where they are if all that follows was typed too, else as a branch.
+// Put tokens in place of others, as a branch. The parts before go if all that follows was typed too, and nothing else follows.
 function replace(first, last, ids) {
   const { spans } = text;
   const followers = work.followers();
@@ -423,34 +434,31 @@ function replace(first, last, ids) {
   let from = spans.length;
   while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
   const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
-  if (owner) {
-    const { node, start } = owner;
-    node.ids = [...node.ids.slice(0, first - start), ...ids, ...node.ids.slice(last - start)];
-    let before = null;
-    for (const { node: part } of spans.slice(spans.indexOf(owner))) {
-      const kept = part === node ? first - start : 0;
-      for (const bits of [...Object.values(part.bits), part.rough]) bits.length = Math.min(bits.length, kept);
-      for (const session of part.sessions) if (session.at > kept) drop(part, session);
-      if (before) [part.parent, part.at] = [before.id, before.ids.length];
-      before = work.renew(part);
-      fresh.add(part.id);
-    }
-    work.current = before.id;
-    if (!before.ids.length) work.remove(before.id);
-    return;
+  const { node: old, start: begin } = owner ?? { node: null, start: first };
+  const typed = old ? [...old.ids.slice(0, first - begin), ...ids, ...old.ids.slice(last - begin)] : ids;
+  const rest = owner ? spans.slice(spans.indexOf(owner) + 1) : spans.filter(({ end }) => end > last);
+  const [parent, at] = text.place(begin);
+  /** @type {any} */
+  let node = null;
+  const add = (kind, its, seed = null, linked = false) => {
+    node = work.add(node ?? parent, node?.ids.length ?? at, kind, model.id, its, seed);
+    node.linked = linked;
+    fresh.add(node.id);
+  };
+  if (typed.length || !rest.length && at < (parent?.ids.length ?? 0)) add("you", typed);
+  if (old && node) { // what is known of its beginning
+    for (const length in old.bits) node.bits[length] = old.bits[length].slice(0, first - begin);
+    [node.made, node.sessions] = [old.made, old.sessions.filter((one) => one.at <= first - begin)];
+    old.sessions = old.sessions.filter((one) => one.at > first - begin);
   }
-  const [parent, at] = text.place(first);
-  const rest = spans.filter(({ end }) => end > last);
-  let node = ids.length || !rest.length ? work.add(parent, at, "you", model.id, ids) : null;
-  const made = node ? [node] : [];
-  for (const { node: part, start, end } of rest) {
-    const copied = part.ids.slice(Math.max(0, last - start), end - start);
-    node = node ? work.add(node, node.ids.length, part.kind, model.id, copied, part.seed)
-      : work.add(parent, at, part.kind, model.id, copied, part.seed);
-    made.push(node);
-  }
-  for (const { id } of made) fresh.add(id);
-  work.current = node.id;
+  for (const { node: part, start, end } of rest) add(part.kind, part.ids.slice(Math.max(0, last - start), end - start), part.seed, part.linked);
+  if (old) removeNode(old.id);
+  work.current = node?.id ?? parent?.id ?? null;
+}
+
+// Remove a part, what follows it, and what the server has read of them.
+function removeNode(id) {
+  for (const node of work.remove(id)) for (const session of [...node.sessions]) drop(node, session);
 }
 
 // Number of tokens before the cursor, which goes on after whole characters.
@@ -625,12 +633,8 @@ function showMemory() {
 function chooseMemory(length) {
   settings.memory = length;
   showMemory();
-  repaint();
-  showLegend();
   showStatus();
-  showToken();
-  if (chosen !== null && !draft) attempt(ask)(chosen);
-  keep();
+  showChoice();
   clearTimeout(chooseMemory.timer); // a slider passes many
   chooseMemory.timer = setTimeout(attempt(readAll), 150);
 }
@@ -639,11 +643,7 @@ chooseMemory.timer = 0;
 function choosePaint(paint) {
   settings.paint = paint;
   for (const input of element("paints").querySelectorAll("input")) input.checked = input.value === paint;
-  showLegend();
-  showToken();
-  repaint();
-  if (chosen !== null && !draft) attempt(ask)(chosen);
-  keep();
+  showChoice();
 }
 
 // Branches, models, sessions, and what is kept
@@ -697,7 +697,7 @@ async function showCurrent() {
 async function dropNode(id) {
   if (running) return;
   await tokenized();
-  for (const node of work.remove(id)) for (const session of [...node.sessions]) drop(node, session);
+  removeNode(id);
   await showCurrent();
 }
 
@@ -780,8 +780,7 @@ async function openLink() {
   if (!linked) return;
   history.replaceState(null, "", location.pathname); // a reload must not open it again
   chooseModel(linked.model);
-  Object.assign(settings, checkedSettings(linked.settings));
-  showSettings();
+  takeSettings(linked.settings);
   let { parts } = linked;
   const tokens = parts.flatMap(([, ids]) => ids);
   const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
@@ -801,47 +800,35 @@ async function openLink() {
   if (Number.isInteger(linked.chosen) && text.ids[linked.chosen] !== undefined) chooseAndShow(linked.chosen);
 }
 
-// Return the nearest value that an input takes.
-function withinInput({ min, max, step }, value) {
-  const near = Math.min(Number(max), Math.max(Number(min), value));
-  return step === "1" ? Math.round(near) : near;
-}
-
-function checkedSettings(given) {
-  const checked = {};
-  for (const name of [...SETTINGS, "memory"]) {
-    const value = given?.[name];
-    if (value === "" && name === "seed") checked[name] = value;
-    if (typeof value !== "number" || !Number.isFinite(value) || value < 0) continue;
-    checked[name] = name === "memory" ? value : withinInput(element(name), value);
+// Take and show what is valid of settings that were kept or are in a link, which can be anything.
+function takeSettings(given) {
+  for (const name of SETTINGS) {
+    const input = element(name);
+    input.value = given?.[name] ?? "";
+    if (input.value && input.checkValidity()) settings[name] = Number(input.value);
+    input.value = settings[name];
   }
-  if (["surprisal", "memory", "attention"].includes(given?.paint)) checked.paint = given.paint;
-  return checked;
+  if (Number.isInteger(given?.memory) && given.memory >= 0) settings.memory = given.memory;
+  choosePaint(["surprisal", "memory", "attention"].find((paint) => paint === given?.paint) ?? settings.paint);
 }
 
-function showSettings() {
-  for (const name of SETTINGS) element(name).value = settings[name];
-  choosePaint(settings.paint);
-}
-
-let wanted = null; // the model with which the work was kept
+let kept = null; // settings and model of an earlier time
 let keptDraft = null;
 let isOpen = false;
 async function start() {
   if (!isOpen) {
     isOpen = true;
-    const kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
-    Object.assign(settings, checkedSettings(kept));
-    wanted = kept.model;
+    kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
     keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
   }
   const { data } = await get("v1/models");
   document.querySelector("main").hidden = false;
   models = new Map(data.map((one) => [one.id, one]));
   element("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
-  chooseModel(currentNode()?.model ?? wanted);
+  chooseModel(currentNode()?.model ?? model?.id ?? kept.model);
   if (!isReadable(currentNode())) work.current = null;
-  showSettings();
+  takeSettings(kept);
+  kept = {};
   await showCurrent();
   if (keptDraft) {
     const { current, ...own } = keptDraft;

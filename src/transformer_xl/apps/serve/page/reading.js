@@ -19,11 +19,7 @@ export class Text {
     this.work = work;
     this.model = model;
     this.spans = work.spans(node, end);
-    /** @type {number[]} */
-    this.ids = [];
-    for (const { node: part, start, end } of this.spans) {
-      for (let index = 0; index < end - start; index++) this.ids.push(part.ids[index]);
-    }
+    this.ids = this.spans.flatMap(({ node: part, start, end }) => part.ids.slice(0, end - start));
   }
 
   get length() { return this.ids.length; }
@@ -45,16 +41,8 @@ export class Text {
   /** Mean surprisal with a memory length, or undefined if it is not known of all tokens. */
   mean(memory) {
     if (!this.length || this.known(memory) < this.length) return undefined;
-    let [sum, number] = [0, 0];
-    for (const { node, start, end } of this.spans) {
-      const bits = node.bits[memory];
-      for (let index = 0; index < end - start; index++) {
-        if (Number.isNaN(bits[index])) continue;
-        sum += bits[index];
-        number++;
-      }
-    }
-    return sum / number;
+    const bits = this.spans.flatMap(({ node, start, end }) => node.bits[memory].slice(0, end - start)).filter((one) => one >= 0);
+    return bits.reduce((sum, one) => sum + one, 0) / bits.length;
   }
 
   /** Add tokens that were generated to the last part. */

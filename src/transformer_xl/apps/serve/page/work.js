@@ -76,14 +76,6 @@ export class Work {
     if (!node.growing) this.#changed.add(node.id);
   }
 
-  /** Give a part whose tokens have changed an id of its own. @param {Part} node */
-  renew(node) {
-    this.nodes.delete(node.id);
-    this.#removed.add(node.id);
-    node.id = randomId();
-    return this.#put(node);
-  }
-
   /** Have the parts of a text again that another tab has deleted meanwhile. @param {Span[]} spans */
   revive(spans) {
     for (const { node } of spans) if (!this.nodes.has(node.id)) this.#put(node);
