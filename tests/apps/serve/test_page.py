@@ -162,7 +162,7 @@ def go_on(tab, max_tokens: int = 12, seed: int = 5) -> None:
         }"""
     )
     tab.keyboard.press("Control+Enter")
-    tab.wait_for_function("window.began")
+    tab.wait_for_function("() => window.began")
     settled(tab)
 
 

@@ -407,12 +407,13 @@ async function readDraft() {
   await readAll();
 }
 
+const tokenize = async (prompt) => (await post("tokenize", { model: model.id, prompt, add_special_tokens: false })).tokens;
+
 async function tokenized() {
   clearTimeout(typing);
   while (draft) {
     const own = draft;
-    const ids = own.value
-      ? (await post("tokenize", { model: model.id, prompt: own.value, add_special_tokens: false })).tokens : [];
+    const ids = own.value ? await tokenize(own.value) : [];
     await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
     draft = null;
@@ -785,10 +786,7 @@ async function openLink() {
   const tokens = parts.flatMap(([, ids]) => ids);
   const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
   if (same) await fetchNames(tokens);
-  if (!same || textOf(tokens) !== linked.text) {
-    const body = { model: model.id, prompt: linked.text, add_special_tokens: false };
-    parts = [["you", (await post("tokenize", body)).tokens]];
-  }
+  if (!same || textOf(tokens) !== linked.text) parts = [["you", await tokenize(linked.text)]];
   let node = null;
   for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
     node = work.add(node, node?.ids.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);

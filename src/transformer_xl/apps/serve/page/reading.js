@@ -41,7 +41,7 @@ export class Text {
   /** Mean surprisal with a memory length, or undefined if it is not known of all tokens. */
   mean(memory) {
     if (!this.length || this.known(memory) < this.length) return undefined;
-    const bits = this.spans.flatMap(({ node, start, end }) => node.bits[memory].slice(0, end - start)).filter((one) => one >= 0);
+    const bits = this.spans.flatMap(({ node, start, end }) => node.bits[memory]?.slice(0, end - start) ?? []).filter((one) => one >= 0);
     return bits.reduce((sum, one) => sum + one, 0) / bits.length;
   }
 
