@@ -835,8 +835,7 @@ def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) ->
         assert "no attention" in tab.locator("#finding").inner_text()
         # back in the text of the first model
         tab.locator("#tree button.node").first.click()
-        tokens(tab, NUM_BYTES)
-        assert tab.locator("#memory-choice").is_visible()
+        tab.locator("#memory-choice").wait_for()
         assert tab.locator("#model").input_value() == "tiny"
         assert text_of(tab) == PROMPT
         tab.close()

@@ -130,17 +130,16 @@ function paintAt(first, last) {
 
 const isModels = (index) => index < text.length && !(draft && index >= draft.first) && text.spanAt(index).node.kind === "model";
 
-let frame = 0;
+let [frame, isStale] = [0, false];
 function repaint(isNew = true) {
-  if (isNew) repaint.isNew = true;
+  isStale ||= isNew;
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (model) editor.paint(paintAt, isModels, repaint.isNew);
-    if (repaint.isNew) editor.box(chosen);
-    repaint.isNew = false;
+    if (model) editor.paint(paintAt, isModels, isStale);
+    if (isStale) editor.box(chosen);
+    isStale = false;
   });
 }
-repaint.isNew = false;
 
 function showLegend() {
   const swatch = (paint, label) => make("span", label, `swatch ${paint}`);
@@ -338,7 +337,8 @@ function moveTo(node) {
   return step;
 }
 
-const undo = attempt(async (from, to) => {
+let undoing = Promise.resolve(); // one step after the other
+const undo = (from, to) => undoing = undoing.then(attempt(async () => {
   running?.abort();
   while (draft && undone[from].at(-1)?.node !== undefined) await tokenized();
   const step = undone[from].pop();
@@ -350,9 +350,9 @@ const undo = attempt(async (from, to) => {
     editor.select(step.at);
     editor.reveal(step.at);
     keep();
-    await readAll();
+    attempt(readAll)();
   }
-});
+}));
 
 // What the characters between two offsets are, which may be shown by signs.
 function realText(start, end) {
@@ -535,12 +535,10 @@ async function writing(action) {
   attempt(readAll)();
 }
 
-const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
-
 // Let the model go on after the first `end` tokens of a text.
 async function write(signal, end = text.length, isOther = false) {
   if (!settings.max_tokens) return;
-  const seed = settings.seed === "" || isOther ? randomSeed() : settings.seed;
+  const seed = settings.seed === "" || isOther ? crypto.getRandomValues(new Uint32Array(1))[0] : settings.seed;
   const [parent, at] = text.place(end);
   const begin = new Text(work, parent, model, parent ? at : undefined);
   const before = work.current;
@@ -675,9 +673,8 @@ async function chooseNode(id) {
   if (running) return;
   await tokenized();
   const node = work.nodes.get(id);
-  if (!node) return;
-  if (node.model !== model.id) chooseModel(node.model);
-  work.current = id;
+  if (node && node.model !== model.id) chooseModel(node.model);
+  work.current = node?.id ?? null;
   await showCurrent();
 }
 
@@ -752,16 +749,13 @@ async function switchModel(id) {
 
 // Pictures and links
 
-function save(name, type, content) {
-  const link = make("a", undefined, "", { download: name, href: URL.createObjectURL(new Blob([content], { type })) });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
 function savePicture() {
   const notes = [`${model.id}: ${element("status").textContent}`, `${document.querySelector("#paints input:checked + span").textContent}. ${
     [...element("legend").childNodes].map((node) => node.textContent).join("  ")}`];
-  save("transformer-xl.svg", "image/svg+xml", picture(editor, notes, paintAt, colourOf));
+  const file = new Blob([picture(editor, notes, paintAt, colourOf)], { type: "image/svg+xml" });
+  const link = make("a", undefined, "", { download: "transformer-xl.svg", href: URL.createObjectURL(file) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 async function share() {
@@ -811,14 +805,9 @@ function takeSettings(given) {
 }
 
 let kept = null; // settings and model of an earlier time
-let keptDraft = null;
-let isOpen = false;
+let keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
 async function start() {
-  if (!isOpen) {
-    isOpen = true;
-    kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
-    keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
-  }
+  kept ??= await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
   const { data } = await get("v1/models");
   document.querySelector("main").hidden = false;
   models = new Map(data.map((one) => [one.id, one]));
@@ -868,10 +857,7 @@ document.addEventListener("mousedown", (event) => { // the text keeps the focus
 });
 on("reroll", "click", reroll);
 on("fresh", "click", async () => {
-  if (running) return;
-  await tokenized();
-  work.current = null;
-  await showCurrent();
+  await chooseNode(null);
   editor.root.focus();
 });
 on("share", "click", share);
@@ -922,7 +908,7 @@ on("tree", "click", async ({ target }) => {
 on("sessions", "click", async ({ target }) => {
   const { session } = target.closest("button")?.dataset ?? {};
   for (const node of work.nodes.values()) for (const one of node.sessions) if (one.id === session) drop(node, one);
-  target.closest("tr")?.remove();
+  target.closest("button")?.closest("tr").remove();
   await keep();
 });
 look("sessions-details", "toggle", showServerSessions);
@@ -984,26 +970,19 @@ look("text", "keyup", ({ key, altKey }) => {
   const index = Math.min(text.length - 1, editor.tokenAt(focus));
   moved = setTimeout(() => { if (!draft && !running) choose(index); }, 100);
 });
-let pointed = null;
+const tip = element("tip");
 look("scroller", "pointermove", ({ clientX, clientY, pointerType }) => {
   const index = draft || pointerType === "touch" ? null : editor.tokenUnder(clientX, clientY);
-  if (index !== pointed) {
-    pointed = index;
-    element("tip").hidden = index === null || index >= text.length;
-    if (element("tip").hidden) return;
-    const [first, bits] = [editor.firstOf(index), sum(surprisal, editor.firstOf(index), index)];
-    const saved = memory() ? sum(saving, first, index) : NaN;
-    element("tip").textContent = `${quoted(editor.text.slice(editor.startOf(first), editor.ends[index]))} ${
-      Number.isNaN(bits) ? "not read yet" : `${bits.toFixed(1)} bits`}${Number.isNaN(saved) ? ""
-      : `, memory ${saved < 0 ? "costs" : "saves"} ${Math.abs(saved).toFixed(1)}`}`;
-  }
-  const x = Math.min(clientX + 12, innerWidth - 200);
-  element("tip").style.transform = `translate(${x}px, ${clientY + 18}px)`;
+  tip.hidden = index === null || index >= text.length;
+  if (tip.hidden) return;
+  const [first, bits] = [editor.firstOf(index), sum(surprisal, editor.firstOf(index), index)];
+  const saved = memory() ? sum(saving, first, index) : NaN;
+  tip.textContent = `${quoted(editor.text.slice(editor.startOf(first), editor.ends[index]))} ${
+    Number.isNaN(bits) ? "not read yet" : `${bits.toFixed(1)} bits`}${Number.isNaN(saved) ? ""
+    : `, memory ${saved < 0 ? "costs" : "saves"} ${Math.abs(saved).toFixed(1)}`}`;
+  tip.style.transform = `translate(${Math.min(clientX + 12, innerWidth - 200)}px, ${clientY + 18}px)`;
 });
-look("scroller", "pointerleave", () => {
-  pointed = null;
-  element("tip").hidden = true;
-});
+look("scroller", "pointerleave", () => { tip.hidden = true; });
 look("scroller", "scroll", () => repaint(false));
 addEventListener("resize", () => repaint());
 document.addEventListener("keydown", attempt((event) => {

@@ -80,14 +80,12 @@ export function showTree(root, work, path, describe) {
   const row = (/** @type {Part} */ node, isBranch) => {
     const chain = [node];
     const forks = [];
-    for (;;) {
-      const last = chain.at(-1);
+    for (const last of chain) {
       const children = followers.get(last.id) ?? [];
       const after = children.filter(({ at }) => at === last.ids.length);
       const next = after.length === 1 ? after[0] : null;
       forks.push(...children.filter((child) => child !== next).sort((first, second) => first.at - second.at));
-      if (!next) break;
-      chain.push(next);
+      if (next) chain.push(next);
     }
     const leaf = chain.at(-1);
     const item = make("li");

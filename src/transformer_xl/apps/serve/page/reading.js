@@ -48,21 +48,16 @@ export class Text {
   /** Add tokens that were generated to the last part. */
   append(tokens) {
     const span = this.spans.at(-1);
-    for (const { id, bits } of tokens) {
-      span.node.ids.push(id);
-      span.node.rough.push(bits);
-      this.ids.push(id);
-    }
+    for (const ids of [span.node.ids, this.ids]) ids.push(...tokens.map(({ id }) => id));
+    span.node.rough.push(...tokens.map(({ bits }) => bits));
     span.end = this.length;
   }
 
   /** Number of tokens from the beginning whose surprisal is known with a memory length. */
   known(memory) {
-    for (const { node, start, end } of this.spans) {
-      const number = node.bits[memory]?.length ?? 0;
-      if (number < end - start) return start + number;
-    }
-    return this.length;
+    const numberOf = ({ node }) => node.bits[memory]?.length ?? 0;
+    const span = this.spans.find((one) => numberOf(one) < one.end - one.start);
+    return span ? span.start + numberOf(span) : this.length;
   }
 
   setBits(memory, from, tokens) {

@@ -168,20 +168,18 @@ export class Work {
     const transaction = this.#database.transaction(["parts", "state"], "readwrite");
     const done = new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
-      transaction.onabort = () => reject(transaction.error);
+      transaction.onabort = () => {
+        for (const id of changed) this.#changed.add(id);
+        for (const id of removed) this.#removed.add(id);
+        reject(transaction.error);
+      };
     });
     for (const id of removed) transaction.objectStore("parts").delete(id);
     for (const id of changed) transaction.objectStore("parts").put(packed(this.nodes.get(id), id === this.growing));
     transaction.objectStore("state").put({ settings, current: this.current }, "page");
     transaction.commit(); // else it is lost if the page is left now
     [this.#changed, this.#removed] = [new Set(), new Set()];
-    try {
-      await done;
-    } catch (error) {
-      for (const id of changed) this.#changed.add(id);
-      for (const id of removed) this.#removed.add(id);
-      throw error;
-    }
+    await done;
     if (changed.length + removed.length) this.#channel.postMessage({ changed, removed, current: this.current });
   }
 }
