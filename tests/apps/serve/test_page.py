@@ -733,8 +733,9 @@ def test_full_store_is_said_and_what_is_shown_can_be_kept_later(tab) -> None:
     assert text_of(tab) == f"{PROMPT}more"
 
 
-def test_page_goes_on_after_a_restart_of_the_server(open_page, run: Run) -> None:
+def test_page_goes_on_after_a_restart_of_the_server(open_page, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose sessions are gone: the text is read again."""
+    monkeypatch.setattr("transformer_xl.apps.serve.server._ANSWER_SECONDS", 0)
     with running({"tiny": run}, max_memory_length=11, shutdown_seconds=0) as (client, _):
         port = client.base_url.port
         tab = open_page(str(client.base_url).rstrip("/"))
