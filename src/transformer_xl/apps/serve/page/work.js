@@ -121,8 +121,8 @@ export class Work {
     this.#database = await result(request);
     this.#channel.onmessage = async ({ data: { changed, removed, current } }) => {
       await this.#load(changed);
-      const gone = new Set(removed);
-      for (const node of this.nodes.values()) { // what the other tab did not know keeps what is before it
+      const gone = new Set(removed.filter((id) => id !== this.growing));
+      for (const node of this.nodes.values()) { // what is written now, or the other tab did not know, keeps what is before it
         if (gone.has(node.id) || !gone.has(node.parent)) continue;
         for (let one = node; one && (one === node || gone.delete(one.id)); one = this.nodes.get(one.parent)) this.#put(one);
       }
