@@ -715,7 +715,7 @@ def test_tabs_that_change_one_text_lose_nothing(tab, open_page, served) -> None:
     second.wait_for_function("() => heard.length == 3")
     tab.locator("#tree button.node").wait_for()  # again
     second.keyboard.press("Escape")
-    settled(second)
+    second.locator("#go", has_text="Continue").wait_for()
     ids = ids_of(second)
     second.reload()
     tokens(second, len(ids))
