@@ -24,7 +24,7 @@ __all__ = ["make_run", "running"]
 @contextmanager
 def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Client, RequestRunner]]:
     """Run a server of these runs; yield a client with its address, and what runs the requests."""
-    config = ServerConfig(port=0, **settings)
+    config = ServerConfig(**{"port": 0, **settings})
     runner = RequestRunner([ServedModel(name, run, config) for name, run in runs.items()], config)
     with _listen(config) as listener:
         app = guarded_app(runner, guard_settings(config))

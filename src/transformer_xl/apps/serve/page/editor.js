@@ -27,11 +27,26 @@ for (const paint of PAINTS) {
 }
 document.adoptedStyleSheets = [sheet];
 
+// What is not seen, or changes the order of what is; but for what makes an emoji, and what joins letters or keeps them apart.
+const HIDDEN = /[\0-\x08\x0b-\x1f\x7f-\x9f\p{DI}\p{NChar}\p{Zl}\p{Zp}\ufff9-\ufffb]/u;
+const SEEN = /(?=\p{Emoji}\p{EMod}?\p{DI})(?:\p{RGI_Emoji}|\p{Extended_Pictographic}\ufe0e)|(?<=[[\p{M}\p{sc=Arab}\p{sc=Mong}]--\p{DI}])[\u180b-\u180f\u200c\u200d]/v;
+const EITHER = new RegExp(`${SEEN.source}|(${HIDDEN.source})`, "gv");
+
 /** Replace what is not seen, or changes the order of what is, by signs of the same length. */
-export const visible = (text) => text
-  .replace(/[\0-\x08\x0b-\x1f]/g, (character) => String.fromCharCode(0x2400 + character.charCodeAt(0)))
-  .replace(/[\x7f-\x9f\u00ad\u200b\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff]/g, "\u25af")
-  .replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\u21c4");
+export const visible = (text) => !HIDDEN.test(text) ? text : text.replace(EITHER, (found, hidden) => !hidden ? found
+  : found < " " ? String.fromCharCode(0x2400 + found.charCodeAt(0))
+    : (/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/.test(found) ? "\u21c4" : "\u25af").repeat(found.length));
+
+/** The first index below a length of which something holds that holds of all after it too, or the length. */
+export function firstIndex(length, holds) {
+  let [low, high] = [0, length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
 
 const encoder = new TextEncoder();
 
@@ -60,6 +75,7 @@ export class Editor {
   /** @type {number[]} */ ends = []; // offset after each token; that of a character of several tokens is the last one's
   composing = false;
   last = [0, 0]; // the last selection
+  #raw = ""; // the text with what is not seen
   #lines = [""];
   /** @type {HTMLElement[]} */ #divs = [];
   #starts = [0];
@@ -89,12 +105,14 @@ export class Editor {
       if (pending || name.startsWith("bytes:")) {
         const bytes = pending ? Uint8Array.from([...pending, ...bytesOf(name)]) : bytesOf(name);
         pending = isIncomplete(bytes) && /^bytes:\\x[89ab]/.test(names[index + 1]) ? bytes : null;
-        shown = pending ? "" : visible(new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes));
-      } else shown = name ? visible(name) : "\u2205";
+        shown = pending ? "" : new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
+      } else shown = name || "\u2205";
       parts.push(shown);
       ends.push(at += shown.length);
     }
-    this.text = this.text.slice(0, start) + parts.join("");
+    this.#raw = this.#raw.slice(0, start) + parts.join("");
+    const line = this.#raw.lastIndexOf("\n", start - 1) + 1; // an emoji can be of several tokens
+    this.text = this.text.slice(0, line) + visible(this.#raw.slice(line));
     if (!this.composing) this.#draw();
   }
 
@@ -107,13 +125,7 @@ export class Editor {
 
   /** The token to which the character at an offset belongs: the last one of it. */
   tokenAt(offset) {
-    let [low, high] = [0, this.ends.length];
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.ends[middle] > offset) high = middle;
-      else low = middle + 1;
-    }
-    return low;
+    return firstIndex(this.ends.length, (index) => this.ends[index] > offset);
   }
 
   startOf(index) { return index ? this.ends[index - 1] : 0; }
@@ -179,13 +191,7 @@ export class Editor {
   }
 
   lineOf(offset) {
-    let [low, high] = [0, this.#starts.length - 1];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.#starts[middle] <= offset) low = middle;
-      else high = middle - 1;
-    }
-    return low;
+    return Math.max(0, firstIndex(this.#starts.length, (line) => this.#starts[line] > offset) - 1);
   }
 
   /** Let a line be drawn again that the browser has changed; return it with its start. */

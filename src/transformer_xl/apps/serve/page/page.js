@@ -38,7 +38,8 @@ let looked = null; // { index, memory, weights }: what a token attends to
 let asking = null; // AbortController of what is asked of the chosen token
 let running = null; // AbortController of the request that writes
 let reading = null; // AbortController of the requests that read
-let undone = { back: [], forth: [] };
+/** @type {Record<string, any[]>} */
+let undone = { back: [], forth: [] }; // steps to the texts before and after: { start, end, inserted }, or { node, at } of another part
 
 // Errors, and trying again
 
@@ -70,11 +71,11 @@ const attempt = (action) => async (...values) => {
 
 // The text
 
-async function fetchNames(ids) {
+async function fetchNames(ids, signal = undefined) {
   const missing = [...new Set(ids)].filter((id) => !names.has(id) && id < model.vocab_size);
   if (!missing.length) return;
   const into = names;
-  const { token_strs } = await post("detokenize", { model: model.id, tokens: missing });
+  const { token_strs } = await post("detokenize", { model: model.id, tokens: missing }, signal);
   missing.forEach((id, index) => into.set(id, token_strs[index]));
 }
 
@@ -129,17 +130,16 @@ function paintAt(first, last) {
 
 const isModels = (index) => index < text.length && !(draft && index >= draft.first) && text.spanAt(index).node.kind === "model";
 
-let frame = 0;
+let [frame, isStale] = [0, false];
 function repaint(isNew = true) {
-  if (isNew) repaint.isNew = true;
+  isStale ||= isNew;
   frame ||= requestAnimationFrame(() => {
     frame = 0;
-    if (model) editor.paint(paintAt, isModels, repaint.isNew);
-    if (repaint.isNew) editor.box(chosen);
-    repaint.isNew = false;
+    if (model) editor.paint(paintAt, isModels, isStale);
+    if (isStale) editor.box(chosen);
+    isStale = false;
   });
 }
-repaint.isNew = false;
 
 function showLegend() {
   const swatch = (paint, label) => make("span", label, `swatch ${paint}`);
@@ -201,7 +201,7 @@ let progress = "";
 function showStatus() {
   const mean = text.mean(memory());
   const of = hasMemory(model) ? ` with a memory of ${count(memory(), "token")}` : "";
-  const state = running ? "writing \u2026" : progress;
+  const state = running ? "writing \u2026 until you type or press Esc" : progress;
   const isBusy = Boolean(running || draft || reading);
   element("text").ariaBusy = String(isBusy);
   element("status").ariaLive = isBusy ? "off" : "polite"; // screen readers read it when the text is done
@@ -210,7 +210,6 @@ function showStatus() {
   element("reroll").disabled = running !== null || currentNode()?.kind !== "model";
   const where = place() < shownIds().length ? "Continue at the cursor" : "Continue";
   element("go").textContent = running ? "Stop (Esc)" : where;
-  element("text").ariaReadOnly = String(running !== null);
 }
 
 // The chosen token
@@ -257,9 +256,20 @@ function showLooked() {
   if (!looked) return;
   looked.weights = meanAttention(looked.all, element("layer").value, element("head").value);
   looked.highest = Math.max(...looked.weights);
+  showPaint();
+}
+
+function showPaint() {
   showLegend();
   showToken();
   repaint();
+}
+
+// Show and keep what was chosen beside the text.
+function showChoice() {
+  showPaint();
+  if (chosen !== null && !draft) attempt(ask)(chosen);
+  keep();
 }
 
 function showToken() {
@@ -316,12 +326,33 @@ function chooseAndShow(index) {
 
 // Typing
 
-const undo = ([from, to]) => {
+const here = () => ({ node: currentNode(), at: editor.selected()[1] });
+
+// Let the text end in another part, as a step that can be undone; return the step.
+function moveTo(node) {
+  const step = here();
+  undone = { back: [...undone.back, step], forth: [] };
+  work.current = node.id;
+  fresh = new Set();
+  return step;
+}
+
+let undoing = Promise.resolve(); // one step after the other
+const undo = (from, to) => undoing = undoing.then(attempt(async () => {
+  running?.abort();
+  while (draft && undone[from].at(-1)?.node !== undefined) await tokenized();
   const step = undone[from].pop();
-  if (!step || running) return;
-  const { start, end, inserted } = step;
-  undone[to].push(edit(start, end, inserted));
-};
+  if (step?.inserted !== undefined) undone[to].push(edit(step.start, step.end, step.inserted));
+  else if (step && (!step.node || work.nodes.has(step.node.id))) { // else another tab has deleted it
+    undone[to].push(here());
+    work.current = step.node?.id ?? null;
+    showAll();
+    editor.select(step.at);
+    editor.reveal(step.at);
+    keep();
+    attempt(readAll)();
+  }
+}));
 
 // What the characters between two offsets are, which may be shown by signs.
 function realText(start, end) {
@@ -361,8 +392,9 @@ function edit(start, end, inserted) {
 }
 
 function type(start, end, inserted) {
-  if (running || !model || start === end && !inserted) return;
+  if (!model || start === end && !inserted) return;
   report(null);
+  running?.abort();
   undone.back.push(edit(start, end, inserted.replaceAll("\r\n", "\n")));
   editor.reveal(editor.selected()[1]);
   if (undone.back.length > 1000) undone.back.shift();
@@ -375,15 +407,17 @@ async function readDraft() {
   await readAll();
 }
 
+const tokenize = async (prompt) => (await post("tokenize", { model: model.id, prompt, add_special_tokens: false })).tokens;
+
 async function tokenized() {
   clearTimeout(typing);
   while (draft) {
     const own = draft;
-    const ids = own.value
-      ? (await post("tokenize", { model: model.id, prompt: own.value, add_special_tokens: false })).tokens : [];
+    const ids = own.value ? await tokenize(own.value) : [];
     await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
     draft = null;
+    work.revive(text.spans);
     replace(own.first, own.last, ids);
     showText(own.first);
     showBranches();
@@ -391,40 +425,41 @@ async function tokenized() {
   }
 }
 
-// Put tokens in place of others: in the part where they are if all that follows was typed too, else as a branch.
+// Put tokens in place of others, as a branch. The parts before go if all that follows was typed too, and nothing else follows.
 function replace(first, last, ids) {
   const { spans } = text;
+  const followers = work.followers();
   const isOpen = ({ node, start, end }, index) => end - start === node.ids.length && node.model === model.id
     && (node.kind === "you" || fresh.has(node.id))
-    && work.children(node.id).every((child) => child === spans[index + 1]?.node);
+    && (followers.get(node.id) ?? []).every((child) => child === spans[index + 1]?.node);
   let from = spans.length;
   while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
   const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
-  if (owner) {
-    const { node, start } = owner;
-    node.ids = [...node.ids.slice(0, first - start), ...ids, ...node.ids.slice(last - start)];
-    for (const { node: part } of spans.slice(spans.indexOf(owner))) {
-      const kept = part === node ? first - start : 0;
-      for (const bits of [...Object.values(part.bits), part.rough]) bits.length = Math.min(bits.length, kept);
-      for (const session of part.sessions) if (session.at > kept) drop(part, session);
-      if (part.parent === node.id) part.at = node.ids.length;
-      work.touch(part);
-    }
-    if (!node.ids.length && spans.at(-1) === owner) work.remove(node.id);
-    return;
+  const { node: old, start: begin } = owner ?? { node: null, start: first };
+  const typed = old ? [...old.ids.slice(0, first - begin), ...ids, ...old.ids.slice(last - begin)] : ids;
+  const rest = owner ? spans.slice(spans.indexOf(owner) + 1) : spans.filter(({ end }) => end > last);
+  const [parent, at] = text.place(begin);
+  /** @type {any} */
+  let node = null;
+  const add = (kind, its, seed = null, linked = false) => {
+    node = work.add(node ?? parent, node?.ids.length ?? at, kind, model.id, its, seed);
+    node.linked = linked;
+    fresh.add(node.id);
+  };
+  if (typed.length || !rest.length && at < (parent?.ids.length ?? 0)) add("you", typed);
+  if (old && node) { // what is known of its beginning
+    for (const length in old.bits) node.bits[length] = old.bits[length].slice(0, first - begin);
+    [node.made, node.sessions] = [old.made, old.sessions.filter((one) => one.at <= first - begin)];
+    old.sessions = old.sessions.filter((one) => one.at > first - begin);
   }
-  const [parent, at] = text.place(first);
-  const rest = spans.filter(({ end }) => end > last);
-  let node = ids.length || !rest.length ? work.add(parent, at, "you", model.id, ids) : null;
-  const made = node ? [node] : [];
-  for (const { node: part, start, end } of rest) {
-    const copied = part.ids.slice(Math.max(0, last - start), end - start);
-    node = node ? work.add(node, node.ids.length, part.kind, model.id, copied, part.seed)
-      : work.add(parent, at, part.kind, model.id, copied, part.seed);
-    made.push(node);
-  }
-  for (const { id } of made) fresh.add(id);
-  work.current = node.id;
+  for (const { node: part, start, end } of rest) add(part.kind, part.ids.slice(Math.max(0, last - start), end - start), part.seed, part.linked);
+  if (old) removeNode(old.id);
+  work.current = node?.id ?? parent?.id ?? null;
+}
+
+// Remove a part, what follows it, and what the server has read of them.
+function removeNode(id) {
+  for (const node of work.remove(id)) for (const session of [...node.sessions]) drop(node, session);
 }
 
 // Number of tokens before the cursor, which goes on after whole characters.
@@ -481,42 +516,44 @@ async function readAll() {
 async function writing(action) {
   if (!model) await start(); // the server did not answer, or needed a key
   if (running || !model) return;
+  report(null);
   await tokenized();
   reading?.abort();
+  work.revive(text.spans);
   running = new AbortController();
   showStatus();
   try {
     await action(running.signal);
+  } catch (error) {
+    if (error.name !== "AbortError") throw error; // what is tried again is to write
   } finally {
     running = null;
     await keep();
     showBranches();
     showStatus();
-    attempt(readAll)();
   }
+  attempt(readAll)();
 }
-
-const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
 // Let the model go on after the first `end` tokens of a text.
 async function write(signal, end = text.length, isOther = false) {
   if (!settings.max_tokens) return;
-  const seed = settings.seed === "" || isOther ? randomSeed() : settings.seed;
+  const seed = settings.seed === "" || isOther ? crypto.getRandomValues(new Uint32Array(1))[0] : settings.seed;
   const [parent, at] = text.place(end);
   const begin = new Text(work, parent, model, parent ? at : undefined);
   const before = work.current;
   let keptAt = Date.now();
   const part = work.add(parent, at, "model", model.id, [], seed);
-  work.current = part.id;
-  fresh = new Set();
-  undone = { back: [], forth: [] };
+  const step = moveTo(part);
+  work.growing = part.id;
   showText(end);
   editor.select(editor.text.length);
   editor.reveal(editor.text.length);
   const { max_tokens, temperature, top_p, top_k, min_p } = settings;
   try {
     for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
-      await fetchNames(tokens.map(({ id }) => id));
+      await fetchNames(tokens.map(({ id }) => id), signal);
+      signal.throwIfAborted();
       const from = text.length;
       const follows = isAtEnd(editor.scroller);
       const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
@@ -533,9 +570,12 @@ async function write(signal, end = text.length, isOther = false) {
       keep();
     }
   } finally {
+    work.growing = null;
     if (!part.ids.length) {
+      if (work.current === part.id) work.current = before;
       work.remove(part.id);
-      work.current = before;
+      undone.back = undone.back.filter((one) => one !== step);
+      text = new Text(work, currentNode(), model); // of which what was typed meanwhile is a change
       showText();
     }
   }
@@ -549,11 +589,11 @@ const goOn = () => {
 
 const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, true));
 
-const takeInstead = (index, id) => writing(async () => {
+const takeInstead = (index, id) => writing(async (signal) => {
   const [parent, at] = text.place(index);
-  work.current = work.add(parent, at, "you", model.id, [id]).id;
-  fresh = new Set();
-  await fetchNames([id]);
+  await fetchNames([id], signal);
+  signal.throwIfAborted();
+  moveTo(work.add(parent, at, "you", model.id, [id]));
   showText(index);
   editor.select(editor.text.length);
 });
@@ -592,12 +632,8 @@ function showMemory() {
 function chooseMemory(length) {
   settings.memory = length;
   showMemory();
-  repaint();
-  showLegend();
   showStatus();
-  showToken();
-  if (chosen !== null && !draft) attempt(ask)(chosen);
-  keep();
+  showChoice();
   clearTimeout(chooseMemory.timer); // a slider passes many
   chooseMemory.timer = setTimeout(attempt(readAll), 150);
 }
@@ -606,11 +642,7 @@ chooseMemory.timer = 0;
 function choosePaint(paint) {
   settings.paint = paint;
   for (const input of element("paints").querySelectorAll("input")) input.checked = input.value === paint;
-  showLegend();
-  showToken();
-  repaint();
-  if (chosen !== null && !draft) attempt(ask)(chosen);
-  keep();
+  showChoice();
 }
 
 // Branches, models, sessions, and what is kept
@@ -641,9 +673,8 @@ async function chooseNode(id) {
   if (running) return;
   await tokenized();
   const node = work.nodes.get(id);
-  if (!node) return;
-  if (node.model !== model.id) chooseModel(node.model);
-  work.current = id;
+  if (node && node.model !== model.id) chooseModel(node.model);
+  work.current = node?.id ?? null;
   await showCurrent();
 }
 
@@ -664,7 +695,7 @@ async function showCurrent() {
 async function dropNode(id) {
   if (running) return;
   await tokenized();
-  for (const node of work.remove(id)) for (const session of [...node.sessions]) drop(node, session);
+  removeNode(id);
   await showCurrent();
 }
 
@@ -674,11 +705,14 @@ async function showServerSessions() {
     : node.model);
 }
 
+let isFull = false; // the browser's store
 async function keep() {
   try {
     await work.keep({ ...settings, model: model?.id });
+    isFull = false;
   } catch {
-    report(new Error("The browser has no room for all of this work: delete some branches, or copy links."));
+    isFull = true;
+    report(new Error("The browser has no room for all of this work. Delete some branches, or copy what you need."), keep);
   }
 }
 
@@ -687,9 +721,10 @@ async function merge(touched) {
   if (running || draft || !model) return;
   if (!text.spans.some(({ node }) => touched.has(node.id))) return showBranches();
   if (currentNode() === null) work.current = null;
-  const selection = editor.selected();
+  const [selection, ids, steps] = [editor.selected(), String(text.ids), undone];
   await showCurrent();
   editor.select(...selection);
+  if (String(text.ids) === ids) undone = steps;
 }
 
 function chooseModel(id) {
@@ -714,24 +749,20 @@ async function switchModel(id) {
 
 // Pictures and links
 
-function save(name, type, content) {
-  const link = make("a", undefined, "", { download: name, href: URL.createObjectURL(new Blob([content], { type })) });
+function savePicture() {
+  const notes = [`${model.id}: ${element("status").textContent}`, `${document.querySelector("#paints input:checked + span").textContent}. ${
+    [...element("legend").childNodes].map((node) => node.textContent).join("  ")}`];
+  const file = new Blob([picture(editor, notes, paintAt, colourOf)], { type: "image/svg+xml" });
+  const link = make("a", undefined, "", { download: "transformer-xl.svg", href: URL.createObjectURL(file) });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-function savePicture() {
-  const notes = [`${model.id}: ${element("status").textContent}`, `${document.querySelector("#paints input:checked + span").textContent}. ${
-    [...element("legend").childNodes].map((node) => node.textContent).join("  ")}`];
-  save("transformer-xl.svg", "image/svg+xml", picture(editor, notes, paintAt, colourOf));
-}
-
 async function share() {
   await tokenized();
-  const { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } = settings;
+  const { seed, ...shared } = settings;
   const fragment = await linkFragment({ model: model.id, text: textOf(text.ids), chosen,
-    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]),
-    settings: { memory: length, paint, temperature, top_p, top_k, min_p, max_tokens } });
+    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]), settings: shared });
   element("link").value = location.origin + location.pathname + fragment;
   element("link-form").hidden = false;
   element("link").select();
@@ -744,16 +775,12 @@ async function openLink() {
   if (!linked) return;
   history.replaceState(null, "", location.pathname); // a reload must not open it again
   chooseModel(linked.model);
-  Object.assign(settings, checkedSettings(linked.settings));
-  showSettings();
+  takeSettings(linked.settings);
   let { parts } = linked;
   const tokens = parts.flatMap(([, ids]) => ids);
   const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
   if (same) await fetchNames(tokens);
-  if (!same || textOf(tokens) !== linked.text) {
-    const body = { model: model.id, prompt: linked.text, add_special_tokens: false };
-    parts = [["you", (await post("tokenize", body)).tokens]];
-  }
+  if (!same || textOf(tokens) !== linked.text) parts = [["you", await tokenize(linked.text)]];
   let node = null;
   for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
     node = work.add(node, node?.ids.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
@@ -765,51 +792,38 @@ async function openLink() {
   if (Number.isInteger(linked.chosen) && text.ids[linked.chosen] !== undefined) chooseAndShow(linked.chosen);
 }
 
-// Return the nearest value that an input takes.
-function withinInput({ min, max, step }, value) {
-  const near = Math.min(Number(max), Math.max(Number(min), value));
-  return step === "1" ? Math.round(near) : near;
-}
-
-function checkedSettings(given) {
-  const checked = {};
-  for (const name of [...SETTINGS, "memory"]) {
-    const value = given?.[name];
-    if (value === "" && name === "seed") checked[name] = value;
-    if (typeof value !== "number" || !Number.isFinite(value) || value < 0) continue;
-    checked[name] = name === "memory" ? value : withinInput(element(name), value);
+// Take and show what is valid of settings that were kept or are in a link, which can be anything.
+function takeSettings(given) {
+  for (const name of SETTINGS) {
+    const input = element(name);
+    input.value = given?.[name] ?? "";
+    if (input.value && input.checkValidity()) settings[name] = Number(input.value);
+    input.value = settings[name];
   }
-  if (["surprisal", "memory", "attention"].includes(given?.paint)) checked.paint = given.paint;
-  return checked;
+  if (Number.isInteger(given?.memory) && given.memory >= 0) settings.memory = given.memory;
+  choosePaint(["surprisal", "memory", "attention"].find((paint) => paint === given?.paint) ?? settings.paint);
 }
 
-function showSettings() {
-  for (const name of SETTINGS) element(name).value = settings[name];
-  choosePaint(settings.paint);
-}
-
-let wanted = null; // the model with which the work was kept
-let keptDraft = null;
-let isOpen = false;
+let kept = null; // settings and model of an earlier time
+let keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
 async function start() {
-  if (!isOpen) {
-    isOpen = true;
-    const kept = await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
-    Object.assign(settings, checkedSettings(kept));
-    wanted = kept.model;
-    keptDraft = JSON.parse(tabStorage.getItem(DRAFT) ?? "null");
-  }
+  kept ??= await work.open(attempt(merge)).catch(() => report(new Error("This browser keeps no work: copy links."))) ?? {};
   const { data } = await get("v1/models");
   document.querySelector("main").hidden = false;
   models = new Map(data.map((one) => [one.id, one]));
   element("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
-  chooseModel(currentNode()?.model ?? wanted);
+  chooseModel(currentNode()?.model ?? model?.id ?? kept.model);
   if (!isReadable(currentNode())) work.current = null;
-  showSettings();
+  takeSettings(kept);
+  kept = {};
   await showCurrent();
-  if (keptDraft?.last <= text.length) {
-    [draft, keptDraft] = [keptDraft, null];
-    showText(draft.first);
+  if (keptDraft) {
+    const { current, ...own } = keptDraft;
+    keptDraft = null;
+    if (current === work.current) {
+      draft = own;
+      showText(draft.first);
+    } else if (own.value) await begin(own.value); // another tab has changed the text
   }
   if (draft) await readDraft();
   editor.root.focus({ preventScroll: true });
@@ -843,10 +857,7 @@ document.addEventListener("mousedown", (event) => { // the text keeps the focus
 });
 on("reroll", "click", reroll);
 on("fresh", "click", async () => {
-  if (running) return;
-  await tokenized();
-  work.current = null;
-  await showCurrent();
+  await chooseNode(null);
   editor.root.focus();
 });
 on("share", "click", share);
@@ -897,7 +908,7 @@ on("tree", "click", async ({ target }) => {
 on("sessions", "click", async ({ target }) => {
   const { session } = target.closest("button")?.dataset ?? {};
   for (const node of work.nodes.values()) for (const one of node.sessions) if (one.id === session) drop(node, one);
-  target.closest("tr")?.remove();
+  target.closest("button")?.closest("tr").remove();
   await keep();
 });
 look("sessions-details", "toggle", showServerSessions);
@@ -922,6 +933,7 @@ document.addEventListener("selectionchange", () => editor.selected());
 look("text", "focus", () => { if (!editor.root.matches(":active")) editor.select(...editor.last); });
 let composed = 0;
 look("text", "compositionstart", () => {
+  running?.abort();
   editor.composing = true;
   composed = editor.lineOf(editor.selected()[0]);
 });
@@ -958,26 +970,19 @@ look("text", "keyup", ({ key, altKey }) => {
   const index = Math.min(text.length - 1, editor.tokenAt(focus));
   moved = setTimeout(() => { if (!draft && !running) choose(index); }, 100);
 });
-let pointed = null;
+const tip = element("tip");
 look("scroller", "pointermove", ({ clientX, clientY, pointerType }) => {
   const index = draft || pointerType === "touch" ? null : editor.tokenUnder(clientX, clientY);
-  if (index !== pointed) {
-    pointed = index;
-    element("tip").hidden = index === null || index >= text.length;
-    if (element("tip").hidden) return;
-    const [first, bits] = [editor.firstOf(index), sum(surprisal, editor.firstOf(index), index)];
-    const saved = memory() ? sum(saving, first, index) : NaN;
-    element("tip").textContent = `${quoted(editor.text.slice(editor.startOf(first), editor.ends[index]))} ${
-      Number.isNaN(bits) ? "not read yet" : `${bits.toFixed(1)} bits`}${Number.isNaN(saved) ? ""
-      : `, memory ${saved < 0 ? "costs" : "saves"} ${Math.abs(saved).toFixed(1)}`}`;
-  }
-  const x = Math.min(clientX + 12, innerWidth - 200);
-  element("tip").style.transform = `translate(${x}px, ${clientY + 18}px)`;
+  tip.hidden = index === null || index >= text.length;
+  if (tip.hidden) return;
+  const [first, bits] = [editor.firstOf(index), sum(surprisal, editor.firstOf(index), index)];
+  const saved = memory() ? sum(saving, first, index) : NaN;
+  tip.textContent = `${quoted(editor.text.slice(editor.startOf(first), editor.ends[index]))} ${
+    Number.isNaN(bits) ? "not read yet" : `${bits.toFixed(1)} bits`}${Number.isNaN(saved) ? ""
+    : `, memory ${saved < 0 ? "costs" : "saves"} ${Math.abs(saved).toFixed(1)}`}`;
+  tip.style.transform = `translate(${Math.min(clientX + 12, innerWidth - 200)}px, ${clientY + 18}px)`;
 });
-look("scroller", "pointerleave", () => {
-  pointed = null;
-  element("tip").hidden = true;
-});
+look("scroller", "pointerleave", () => { tip.hidden = true; });
 look("scroller", "scroll", () => repaint(false));
 addEventListener("resize", () => repaint());
 document.addEventListener("keydown", attempt((event) => {
@@ -992,8 +997,8 @@ document.addEventListener("keydown", attempt((event) => {
     const lengths = memoryLengths();
     const length = lengths[lengths.indexOf(settings.memory) + (key === "ArrowUp" ? 1 : -1)];
     if (length !== undefined) chooseMemory(length);
-  } else if (isCommand && event.target === editor.root && key.toLowerCase() === "z") undo(shiftKey ? ["forth", "back"] : ["back", "forth"]);
-  else if (isCommand && event.target === editor.root && key.toLowerCase() === "y") undo(["forth", "back"]);
+  } else if (isCommand && event.target === editor.root && key.toLowerCase() === "z") shiftKey ? undo("forth", "back") : undo("back", "forth");
+  else if (isCommand && event.target === editor.root && key.toLowerCase() === "y") undo("forth", "back");
   else return;
   event.preventDefault();
 }));
@@ -1002,8 +1007,10 @@ addEventListener("hashchange", attempt(async () => {
   report(null);
   await openLink();
 }));
+addEventListener("beforeunload", (event) => { if (isFull) event.preventDefault(); });
 addEventListener("pagehide", () => {
+  work.growing = null;
   keep();
-  tabStorage.setItem(DRAFT, JSON.stringify(draft));
+  tabStorage.setItem(DRAFT, JSON.stringify(draft && { ...draft, current: work.current }));
 });
 attempt(start)();

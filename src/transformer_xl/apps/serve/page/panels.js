@@ -9,17 +9,13 @@ export const element = (id) => document.getElementById(id);
 
 /** @returns {any} */
 export function make(tag, text = undefined, className = "", attributes = {}) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  if (tag === "button") made.type = "button";
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
+  return filled(document.createElement(tag), text, { ...(className && { class: className }), ...(tag === "button" && { type: tag }), ...attributes });
 }
 
 /** @returns {any} */
-export function draw(tag, attributes, text = undefined) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+export const draw = (tag, attributes, text = undefined) => filled(document.createElementNS("http://www.w3.org/2000/svg", tag), text, attributes);
+
+function filled(made, text, attributes) {
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   if (text !== undefined) made.textContent = text;
   return made;
@@ -60,21 +56,17 @@ export function showCurve(root, lengths, means, chosen) {
   svg.append(draw("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom + 6, y2: height - bottom + 6 }));
   const points = lengths.flatMap((length, index) => means[index] === undefined ? [] : [{ length, index, mean: means[index] }]);
   svg.append(draw("polyline", { points: points.map(({ index, mean }) => `${x(index)},${y(mean)}`).join(" ") }));
-  const anchorOf = (index) => index === 0 ? "start" : index === lengths.length - 1 ? "end" : "middle";
+  const ends = [0, lengths.length - 1];
+  const label = (index, at, words) => svg.append(draw("text", { x: x(index), y: at,
+    "text-anchor": ["start", "end"][ends.indexOf(index)] ?? "middle", class: lengths[index] === chosen ? "chosen" : "" }, words));
   for (const { length, index, mean } of points) {
     const isChosen = length === chosen;
-    const circle = draw("circle", { cx: x(index), cy: y(mean), r: isChosen ? 6 : 4, class: isChosen ? "chosen" : "",
-      "data-memory": length });
+    const circle = draw("circle", { cx: x(index), cy: y(mean), r: isChosen ? 6 : 4, class: isChosen ? "chosen" : "", "data-memory": length });
     circle.append(draw("title", {}, `memory of ${count(length, "token")}: ${mean.toFixed(3)} bits per token`));
     svg.append(circle);
-    if (isChosen || index === 0 || index === lengths.length - 1) {
-      const near = !isChosen && Math.abs(index - lengths.indexOf(chosen)) < 2;
-      if (!near) svg.append(draw("text", { x: x(index), y: y(mean) - 9, "text-anchor": anchorOf(index),
-        class: isChosen ? "chosen" : "" }, `${mean.toFixed(2)} bits`));
-    }
+    if (isChosen || ends.includes(index) && Math.abs(index - lengths.indexOf(chosen)) > 1) label(index, y(mean) - 9, `${mean.toFixed(2)} bits`);
   }
-  lengths.forEach((length, index) => svg.append(draw("text", { x: x(index), y: height - 14, "text-anchor": anchorOf(index),
-    class: length === chosen ? "chosen" : "" }, length >= 1024 ? `${+(length / 1024).toFixed(1)}k` : length)));
+  lengths.forEach((length, index) => label(index, height - 14, length >= 1024 ? `${+(length / 1024).toFixed(1)}k` : length));
   svg.append(draw("text", { x: width / 2, y: height - 1, "text-anchor": "middle" }, "memory length in tokens; the curve is mean bits per token"));
   svg.setAttribute("aria-label", `Mean surprisal by memory length: ${points.map(({ length, mean }) => (
     `${count(length)} tokens ${mean.toFixed(2)} bits`)).join(", ")}`);
@@ -84,17 +76,16 @@ export function showCurve(root, lengths, means, chosen) {
 /** Draw the texts, each with the fork of its branches. A row is what goes on without a fork.
  * @param {Work} work @param {Set<Part>} path @param {(node: Part, from: number) => {label: string, readable: boolean}} describe */
 export function showTree(root, work, path, describe) {
+  const followers = work.followers();
   const row = (/** @type {Part} */ node, isBranch) => {
     const chain = [node];
     const forks = [];
-    for (;;) {
-      const last = chain.at(-1);
-      const children = work.children(last.id);
+    for (const last of chain) {
+      const children = followers.get(last.id) ?? [];
       const after = children.filter(({ at }) => at === last.ids.length);
       const next = after.length === 1 ? after[0] : null;
       forks.push(...children.filter((child) => child !== next).sort((first, second) => first.at - second.at));
-      if (!next) break;
-      chain.push(next);
+      if (next) chain.push(next);
     }
     const leaf = chain.at(-1);
     const item = make("li");
@@ -115,7 +106,8 @@ export function showTree(root, work, path, describe) {
     return item;
   };
   const list = make("ul");
-  list.append(...work.children(null).map((node) => row(node, false)));
+  const texts = (followers.get(null) ?? []).sort((first, second) => (first.made ?? 0) - (second.made ?? 0));
+  list.append(...texts.map((node) => row(node, false)));
   root.replaceChildren(list.childElementCount ? list : make("p", "Nothing yet.", "help"));
 }
 

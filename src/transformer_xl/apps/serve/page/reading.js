@@ -1,6 +1,7 @@
 // What the server computes of a text: the surprisal of its tokens with a memory length, as `txl score` does; alternatives;
 // attention; and its continuation.
 
+import { firstIndex } from "./editor.js";
 import { get, post, remove, scoredTokens, stream } from "./server.js";
 
 /** @import { Part, Work } from "./work.js" */
@@ -18,16 +19,12 @@ export class Text {
     this.work = work;
     this.model = model;
     this.spans = work.spans(node, end);
-    /** @type {number[]} */
-    this.ids = [];
-    for (const { node: part, start, end } of this.spans) {
-      for (let index = 0; index < end - start; index++) this.ids.push(part.ids[index]);
-    }
+    this.ids = this.spans.flatMap(({ node: part, start, end }) => part.ids.slice(0, end - start));
   }
 
   get length() { return this.ids.length; }
 
-  spanAt(index) { return this.spans.find(({ end }) => index < end) ?? this.spans.at(-1); }
+  spanAt(index) { return this.spans[firstIndex(this.spans.length, (at) => this.spans[at].end > index)] ?? this.spans.at(-1); }
 
   /** The surprisal of a token in bits: NaN if it has none, undefined if it is not known yet. */
   bits(index, memory) {
@@ -44,36 +41,23 @@ export class Text {
   /** Mean surprisal with a memory length, or undefined if it is not known of all tokens. */
   mean(memory) {
     if (!this.length || this.known(memory) < this.length) return undefined;
-    let [sum, number] = [0, 0];
-    for (const { node, start, end } of this.spans) {
-      const bits = node.bits[memory];
-      for (let index = 0; index < end - start; index++) {
-        if (Number.isNaN(bits[index])) continue;
-        sum += bits[index];
-        number++;
-      }
-    }
-    return sum / number;
+    const bits = this.spans.flatMap(({ node, start, end }) => node.bits[memory]?.slice(0, end - start) ?? []).filter((one) => one >= 0);
+    return bits.reduce((sum, one) => sum + one, 0) / bits.length;
   }
 
   /** Add tokens that were generated to the last part. */
   append(tokens) {
     const span = this.spans.at(-1);
-    for (const { id, bits } of tokens) {
-      span.node.ids.push(id);
-      span.node.rough.push(bits);
-      this.ids.push(id);
-    }
+    for (const ids of [span.node.ids, this.ids]) ids.push(...tokens.map(({ id }) => id));
+    span.node.rough.push(...tokens.map(({ bits }) => bits));
     span.end = this.length;
   }
 
   /** Number of tokens from the beginning whose surprisal is known with a memory length. */
   known(memory) {
-    for (const { node, start, end } of this.spans) {
-      const number = node.bits[memory]?.length ?? 0;
-      if (number < end - start) return start + number;
-    }
-    return this.length;
+    const numberOf = ({ node }) => node.bits[memory]?.length ?? 0;
+    const span = this.spans.find((one) => numberOf(one) < one.end - one.start);
+    return span ? span.start + numberOf(span) : this.length;
   }
 
   setBits(memory, from, tokens) {

@@ -20,9 +20,7 @@ export const tabStorage = (() => {
   }
 })();
 
-export function useKey(key) {
-  tabStorage.setItem(KEY, key);
-}
+export const useKey = (key) => tabStorage.setItem(KEY, key);
 
 async function send(method, path, body, signal) {
   /** @type {Record<string, string>} */
@@ -45,17 +43,8 @@ async function send(method, path, body, signal) {
   return answer;
 }
 
-export async function get(path) {
-  return (await send("GET", path)).json();
-}
-
-export async function post(path, body, signal) {
-  return (await send("POST", path, body, signal)).json();
-}
-
-export async function remove(path) {
-  return (await send("DELETE", path)).json();
-}
+const json = (method) => async (path, body = undefined, signal = undefined) => (await send(method, path, body, signal)).json();
+export const [get, post, remove] = ["GET", "POST", "DELETE"].map(json);
 
 // Yield the chunks of a streamed completion.
 export async function* stream(body, signal) {
@@ -63,7 +52,10 @@ export async function* stream(body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      return { value: "", done: true };
+    });
     if (done) throw new ServerError(0, "The connection ended before the text did.");
     buffer += value;
     const events = buffer.split("\n\n");

@@ -1,17 +1,17 @@
 // The work of the page: texts as trees. A part was written or generated in one go; it follows the first `at` tokens of its
-// parent. Kept in IndexedDB, which all tabs share, and one text in the fragment of a link.
+// parent. Kept in IndexedDB, which all tabs share, and one text in the fragment of a link. The tokens of a part never change
+// under its id, but for those that the tab that writes it adds: so no tab can overwrite what another one has written.
 
 /** @typedef {{memory: number, at: number, id: string}} Session what a server has read of a part, with `at` of its tokens */
 /** @typedef {{id: number, parent: number|null, at: number, kind: string, model: string, seed: number|null, ids: number[],
- *   bits: Record<number, number[]>, rough: number[], sessions: Session[], linked?: boolean}} Part bits by memory length;
- *   `rough`: those with which it was generated, until it is read */
+ *   bits: Record<number, number[]>, rough: number[], sessions: Session[], linked?: boolean, made?: number,
+ *   growing?: boolean}} Part bits by memory length; `rough`: those with which it was generated, until it is read;
+ *   `made`: when it was begun, in ms; `growing`: while another tab writes it */
 /** @typedef {{node: Part, start: number, end: number}} Span the tokens that a text has of a part */
 
 import { tabStorage } from "./server.js";
 
-const MAX_LINK_PARTS = 1000; // each makes the page slower
-const MAX_LINK_TOKENS = 100_000;
-const MAX_LINK_CHARACTERS = 4_000_000;
+const MAX_LINK_CHARACTERS = 2_000_000; // of the JSON in a link, which bounds its parts and tokens too
 const TAB = "transformer-xl text"; // in sessionStorage: the id of the last part of the text of this tab
 
 const isIndex = (value) => Number.isInteger(value) && value >= 0;
@@ -29,7 +29,7 @@ const result = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
-const packed = ({ bits, ids, ...rest }) => ({ ...rest, ids: Int32Array.from(ids),
+const packed = ({ bits, ids, ...rest }, growing) => ({ ...rest, growing, ids: Int32Array.from(ids),
   bits: Object.fromEntries(Object.entries(bits).map(([memory, values]) => [memory, Float32Array.from(values)])) });
 
 // What is kept can be of another version, or damaged: return null then.
@@ -50,6 +50,7 @@ function unpackedPart(kept) {
 export class Work {
   /** @type {Map<number, Part>} */ nodes = new Map();
   /** @type {number|null} */ current = null; // id of the part at whose end the text ends
+  /** @type {number|null} */ growing = null; // id of the part that this tab writes
   /** @type {IDBDatabase|null} */ #database = null;
   #changed = new Set();
   #removed = new Set();
@@ -60,37 +61,50 @@ export class Work {
     while (parent && at === 0) [parent, at] = [this.nodes.get(parent.parent) ?? null, parent.at];
     /** @type {Part} */
     const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed, ids, bits: {}, rough: [],
-      sessions: [] };
-    this.nodes.set(node.id, node);
-    return this.touch(node);
+      sessions: [], made: Date.now() };
+    return this.#put(node);
   }
 
-  /** Let a part be kept that has changed. @param {Part} node */
-  touch(node) {
+  #put(node) {
+    this.nodes.set(node.id, node);
     this.#changed.add(node.id);
     return node;
   }
 
-  children(id) {
-    return [...this.nodes.values()].filter((node) => node.parent === id);
+  /** Let what was read of a part be kept. @param {Part} node */
+  touch(node) {
+    if (!node.growing) this.#changed.add(node.id);
+  }
+
+  /** Have the parts of a text again that another tab has deleted meanwhile. @param {Span[]} spans */
+  revive(spans) {
+    for (const { node } of spans) if (!this.nodes.has(node.id)) this.#put(node);
+  }
+
+  /** The parts that follow each part, by its id. */
+  followers() {
+    return Map.groupBy(this.nodes.values(), ({ parent }) => parent);
   }
 
   /** Delete a part and what follows it; return the deleted ones. @returns {Part[]} */
   remove(id) {
-    const node = this.nodes.get(id);
-    const removed = [node, ...this.children(id).flatMap((child) => this.remove(child.id))];
-    this.nodes.delete(id);
-    this.#removed.add(id);
-    if (removed.some((one) => one.id === this.current)) this.current = node.parent;
+    const followers = this.followers();
+    const removed = [this.nodes.get(id)];
+    for (const one of removed) removed.push(...followers.get(one.id) ?? []);
+    for (const one of removed) {
+      this.nodes.delete(one.id);
+      this.#removed.add(one.id);
+    }
+    if (removed.some((one) => one.id === this.current)) this.current = removed[0].parent;
     return removed;
   }
 
   /** The parts of a text from its beginning. @param {Part|null|undefined} node @returns {Span[]} */
   spans(node, end = node?.ids.length) {
     const spans = [];
-    for (; node; end = node.at, node = this.nodes.get(node.parent)) spans.unshift({ node, start: 0, end });
+    for (; node; end = node.at, node = this.nodes.get(node.parent)) spans.push({ node, start: 0, end });
     let start = 0;
-    for (const span of spans) {
+    for (const span of spans.reverse()) {
       [span.start, span.end] = [start, start + span.end];
       start = span.end;
     }
@@ -105,15 +119,21 @@ export class Work {
       request.result.createObjectStore("state");
     };
     this.#database = await result(request);
-    this.#channel.onmessage = async ({ data: { changed, removed } }) => {
-      for (const id of removed) this.nodes.delete(id);
+    this.#channel.onmessage = async ({ data: { changed, removed, current } }) => {
       await this.#load(changed);
+      const gone = new Set(removed.filter((id) => id !== this.growing));
+      for (const node of this.nodes.values()) { // what is written now, or the other tab did not know, keeps what is before it
+        if (gone.has(node.id) || !gone.has(node.parent)) continue;
+        for (let one = node; one && (one === node || gone.delete(one.id)); one = this.nodes.get(one.parent)) this.#put(one);
+      }
+      for (const id of gone) this.nodes.delete(id);
+      if (gone.has(this.current)) this.current = this.nodes.has(current) ? current : null;
       listener(new Set([...changed, ...removed]));
     };
     await this.#load(null);
     const state = await result(this.#database.transaction("state").objectStore("state").get("page")) ?? {};
-    const current = Number(tabStorage.getItem(TAB) ?? state.current ?? 0);
-    this.current = this.nodes.has(current) ? current : null;
+    const own = Number(tabStorage.getItem(TAB) ?? state.current ?? 0);
+    this.current = [own, own && state.current].find((id) => this.nodes.has(id)) ?? null;
     return state.settings ?? {};
   }
 
@@ -124,22 +144,20 @@ export class Work {
       const part = unpackedPart(one);
       if (part && !this.#changed.has(part.id)) this.nodes.set(part.id, part);
     }
-    // drop what follows a part that is gone or damaged, or itself
-    const rooted = new Set([...this.nodes.values()].filter(({ parent }) => parent === null));
-    /** @type {Map<number|null, Part[]>} */
-    const followers = new Map();
-    for (const node of this.nodes.values()) followers.set(node.parent, [...followers.get(node.parent) ?? [], node]);
+    // what follows a part that is gone or damaged becomes a text of its own; what follows itself is not shown
+    for (const node of ids ? [] : this.nodes.values()) if (!this.nodes.has(node.parent)) node.parent = null;
+    const followers = this.followers();
+    const rooted = new Set(followers.get(null));
     for (const { id, ids: { length } } of rooted) {
       for (const follower of followers.get(id) ?? []) {
-        follower.at = Math.min(follower.at, length); // another tab may have made it shorter
+        follower.at = Math.min(follower.at, length);
         rooted.add(follower);
       }
     }
-    for (const node of [...this.nodes.values()].filter((one) => !rooted.has(one))) {
-      this.nodes.delete(node.id);
-      this.#removed.add(node.id);
+    for (const node of this.nodes.values()) {
+      if (!rooted.has(node)) this.nodes.delete(node.id);
+      else if (node.parent === null) node.at = 0;
     }
-    while (this.current !== null && !this.nodes.has(this.current)) this.current = null;
   }
 
   /** Keep what has changed. Rejects where the browser has no room. */
@@ -150,21 +168,19 @@ export class Work {
     const transaction = this.#database.transaction(["parts", "state"], "readwrite");
     const done = new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
-      transaction.onabort = () => reject(transaction.error);
+      transaction.onabort = () => {
+        for (const id of changed) this.#changed.add(id);
+        for (const id of removed) this.#removed.add(id);
+        reject(transaction.error);
+      };
     });
     for (const id of removed) transaction.objectStore("parts").delete(id);
-    for (const id of changed) transaction.objectStore("parts").put(packed(this.nodes.get(id)));
+    for (const id of changed) transaction.objectStore("parts").put(packed(this.nodes.get(id), id === this.growing));
     transaction.objectStore("state").put({ settings, current: this.current }, "page");
     transaction.commit(); // else it is lost if the page is left now
     [this.#changed, this.#removed] = [new Set(), new Set()];
-    try {
-      await done;
-    } catch (error) {
-      for (const id of changed) this.#changed.add(id);
-      for (const id of removed) this.#removed.add(id);
-      throw error;
-    }
-    if (changed.length + removed.length) this.#channel.postMessage({ changed, removed });
+    await done;
+    if (changed.length + removed.length) this.#channel.postMessage({ changed, removed, current: this.current });
   }
 }
 
@@ -182,7 +198,9 @@ async function unpacked(bytes) {
 
 // Return the fragment of a link that holds a text: its token ids, who wrote them, and the settings.
 export async function linkFragment(text) {
-  const packed = await new Response(piped(JSON.stringify(text), new CompressionStream("deflate-raw"))).arrayBuffer();
+  const json = JSON.stringify(text);
+  if (json.length > MAX_LINK_CHARACTERS) throw new Error("The text is too long for a link. Copy the text itself.");
+  const packed = await new Response(piped(json, new CompressionStream("deflate-raw"))).arrayBuffer();
   let binary = "";
   for (const byte of new Uint8Array(packed)) binary += String.fromCharCode(byte);
   return "#t=" + btoa(binary).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
@@ -197,12 +215,10 @@ export async function linkedText(fragment) {
     const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
     text = JSON.parse(await unpacked(bytes));
   } catch {
-    throw new Error("The link is damaged: it may have been cut.");
+    throw new Error("The link is damaged, it may have been cut, or its text is too long.");
   }
   const isText = typeof text?.model === "string" && typeof text.text === "string" && Array.isArray(text.parts)
     && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1]));
-  if (!isText || text.parts.length > MAX_LINK_PARTS || text.parts.flatMap((part) => part[1]).length > MAX_LINK_TOKENS) {
-    throw new Error("The link has no text that this page can open.");
-  }
+  if (!isText) throw new Error("The link has no text that this page can open.");
   return text;
 }
