@@ -8,9 +8,9 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from native_operators import NATIVE
 from tensors import assert_same_tensors, named_gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_xl.config import UserError
 from transformer_xl.ops import SegmentTerm, relative_attention
