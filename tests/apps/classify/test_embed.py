@@ -31,7 +31,8 @@ def states_of(run: Run, document: bytes, segment_length: int, limits: ContextLim
     return torch.cat(parts, dim=1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# XLNet reads documents to both sides: tests/xlnet/test_documents.py
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "xlnet"])
 def test_vectors_are_hidden_states_of_the_document_read_alone(name: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", name)
     plan = EvaluationPlan.resolve(run.config)
