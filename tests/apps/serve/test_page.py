@@ -116,6 +116,8 @@ def open_page(browser):
         return tab
 
     yield opened
+    for tab in context.pages:  # pytest shows it if the test has failed
+        print(tab.locator("#status, #error, #go").all_inner_texts(), errors)
     context.close()
     # Chromium itself writes to the console that a key or a session was missing, or a request was stopped by the test
     expected = (
@@ -416,13 +418,13 @@ def test_typing_stops_the_model_and_undo_takes_its_text_back_at_once(tab) -> Non
         settled(tab)
         assert ids_of(tab) == expected
     # before the first token, in the middle: what follows is there again
-    is_stream = re.compile('"stream":true')
-    tab.route("**/completions", lambda route: is_stream.search(route.request.post_data) or route.continue_())
+    tab.route("**/completions", lambda route: None)  # is never answered
     tab.keyboard.press("Home")
     tab.keyboard.press("ArrowRight")
-    with tab.expect_request(lambda request: is_stream.search(request.post_data or "")):
-        tab.keyboard.press("Control+Enter")
+    tab.keyboard.press("Control+Enter")
+    tab.locator("#go", has_text="Stop").wait_for()
     assert text_of(tab) == "a"
+    tab.unroute("**/completions")
     tab.keyboard.type("-")
     settled(tab)
     assert bytes(ids_of(tab)) == b"a-bc"
