@@ -1,14 +1,16 @@
-"""All layers for a single new token by one native operator give the results of the modules.
+"""All layers for few new tokens by one native operator give the results of the modules.
 
 A model prepared with the native operators is compared with one of the same weights whose attention kernel is `cpu`,
-which never takes the operator; a counter shows whether a token took it.
+which never takes the operator; a counter shows which segments took it.
 
 Shape suffixes: B batch size, T tokens.
 """
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,34 +72,38 @@ def set_kernels(native: TransformerXL, other: TransformerXL) -> tuple[Transforme
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batch size of each token that the operator computed."""
+    """The batch size of each segment that the operator computed."""
     sizes: list[int] = []
     decode = DecodeTables.decode
 
-    def counted(self: DecodeTables, x_B1D: torch.Tensor, *rest: Any) -> Any:
-        sizes.append(len(x_B1D))
-        return decode(self, x_B1D, *rest)
+    def counted(self: DecodeTables, x_BTD: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(len(x_BTD))
+        return decode(self, x_BTD, *rest)
 
     monkeypatch.setattr(DecodeTables, "decode", counted)
     return sizes
 
 
-def run(model: InferenceModel, tokens_BT: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
-    """Return the hidden states of tokens that are read one by one, and the memory after them."""
+def run(model: InferenceModel, tokens_BT: torch.Tensor, memory: Memory, size: int = 1) -> tuple[torch.Tensor, Memory]:
+    """Return the hidden states of tokens that are read `size` at a time, and the memory after them."""
     states = []
     with torch.inference_mode():
-        for tokens_B in tokens_BT.T:
-            hidden_B1D, memory = model(tokens_B[:, None], memory)
-            states.append(hidden_B1D)
+        for segment_BT in tokens_BT.split(size, dim=1):
+            hidden_BTD, memory = model(segment_BT, memory)
+            states.append(hidden_BTD)
     return torch.cat(states, dim=1), memory
 
 
 def read(
-    model: TransformerXL, tokens_BT: torch.Tensor, limits: ContextLimits = LIMITS, dtype: str = "float32"
+    model: TransformerXL,
+    tokens_BT: torch.Tensor,
+    limits: ContextLimits = LIMITS,
+    dtype: str = "float32",
+    size: int = 1,
 ) -> tuple[torch.Tensor, Memory]:
     """Prepare a model, and return what `run` returns for it, from an empty memory."""
     prepared = prepare_inference(model, dtype)
-    return run(prepared, tokens_BT, prepared.initial_memory(len(tokens_BT), limits))
+    return run(prepared, tokens_BT, prepared.initial_memory(len(tokens_BT), limits), size)
 
 
 def random_tokens(batch_size: int, length: int) -> torch.Tensor:
@@ -109,9 +115,10 @@ def assert_equal(
     tokens_BT: torch.Tensor,
     limits: ContextLimits = LIMITS,
     atol: float = 1e-10,
+    size: int = 1,
 ) -> None:
     """Hidden states and caches of both are the same while the memory fills, and when it is full."""
-    results = [read(model, tokens_BT, limits) for model in models]
+    results = [read(model, tokens_BT, limits, size=size) for model in models]
     (actual, memory), (expected, other) = results
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
     for name, tensor in memory.tensors().items():
@@ -119,11 +126,11 @@ def assert_equal(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_results_are_those_of_modules(name, batch_size, calls):
+@pytest.mark.parametrize(("batch_size", "size"), [(1, 1), (3, 1), (17, 1), (1, 3), (5, 7), (2, 16)])
+def test_results_are_those_of_modules(name, batch_size, size, calls):
     """Long enough that the storage of a cache is copied, which happens after 64 tokens."""
-    assert_equal(make_pair(**MODELS[name]), random_tokens(batch_size, 70))
-    assert calls == [batch_size] * 70
+    assert_equal(make_pair(**MODELS[name]), random_tokens(batch_size, 70), size=size)
+    assert calls == [batch_size] * math.ceil(70 / size)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +145,10 @@ def test_results_are_those_of_modules(name, batch_size, calls):
     ],
     ids=str,
 )
-def test_limits_of_context(limits, calls):
-    assert_equal(make_pair(), random_tokens(2, 14), limits)
-    assert len(calls) == 14
+@pytest.mark.parametrize("size", [1, 4, 14])
+def test_limits_of_context(limits, size, calls):
+    assert_equal(make_pair(), random_tokens(2, 14), limits, size=size)
+    assert len(calls) == math.ceil(14 / size)
 
 
 def test_empty_slots_that_are_attended(calls):
@@ -149,11 +157,12 @@ def test_empty_slots_that_are_attended(calls):
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("num_rows", [2, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_low_precision_is_as_near_to_float64_as_modules(dtype, norm_first, calls):
+def test_low_precision_is_as_near_to_float64_as_modules(dtype, num_rows, norm_first, calls):
     """bfloat16 is that of matrices under autocast; all else is float32."""
     native, other = make_pair(torch.float32, d_model=128, norm_first=norm_first, qk_norm=True)
-    tokens_BT, exact = random_tokens(2, 12), deepcopy(other).double()
+    tokens_BT, exact = random_tokens(num_rows, 12), deepcopy(other).double()
     expected, _ = read(exact, tokens_BT)
     errors = []
     for model in (native, other):
@@ -163,7 +172,7 @@ def test_low_precision_is_as_near_to_float64_as_modules(dtype, norm_first, calls
     assert errors[0] < 1.1 * errors[1]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
 @pytest.mark.parametrize("name", ["post-norm", "pre-norm, qk_norm", "sizes that fill no block"])
 def test_int8_weights(name, batch_size, calls):
     """Results are those of the weights that the integers stand for, but that inputs of products have 16 bits."""
@@ -225,9 +234,9 @@ def test_reset_rows_are_filled_differently(calls):
     results = []
     for model in map(prepare_inference, (native, other)):
         _, memory = run(model, random_tokens(3, 6), model.initial_memory(3, LIMITS))
-        results.append(run(model, random_tokens(3, 5), memory.reset([1]))[0])
+        results.append(run(model, random_tokens(3, 5), memory.reset([1]), 2)[0])
     torch.testing.assert_close(*results, rtol=0, atol=1e-10)
-    assert len(calls) == 11
+    assert len(calls) == 9
 
 
 def test_branches_of_a_memory_do_not_change_each_other(calls):
@@ -247,20 +256,33 @@ def test_branches_of_a_memory_do_not_change_each_other(calls):
     assert len(calls) == 12
 
 
-def test_row_depends_neither_on_other_rows_nor_on_threads(calls):
-    native, _ = make_pair(torch.float32, d_model=192, n_heads=3, d_ff=300)
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_row_depends_neither_on_other_rows_nor_on_threads(weights, calls):
+    make = make_int8_models if weights == "int8" else partial(make_pair, torch.float32)
+    native = make(d_model=192, n_heads=3, d_ff=300)[0]
     tokens_BT, threads = random_tokens(8, 12), torch.get_num_threads()
     expected, _ = read(native, tokens_BT)
-    for row in (0, 7):
-        alone, _ = read(native, tokens_BT[row : row + 1])
-        assert torch.equal(alone[0], expected[row])
+    for rows in (slice(1), slice(7, 8), slice(3)):
+        fewer, _ = read(native, tokens_BT[rows])
+        assert torch.equal(fewer, expected[rows])
     try:
         torch.set_num_threads(3)
         several, _ = read(native, tokens_BT)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(several, expected)
-    assert len(calls) == 12 * 4
+    assert len(calls) == 12 * 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_row_of_many_does_not_depend_on_their_number(dtype, calls):
+    native, _ = make_pair(torch.float32, d_model=192, n_heads=3, d_ff=300)
+    tokens_BT = random_tokens(70, 5)
+    expected, _ = read(native, tokens_BT, dtype=dtype)
+    for rows in (slice(16), slice(30, 70)):
+        fewer, _ = read(native, tokens_BT[rows], dtype=dtype)
+        assert torch.equal(fewer, expected[rows])
+    assert len(calls) == 5 * 3
 
 
 def add_hook(model: TransformerXL) -> None:
@@ -325,11 +347,11 @@ def test_lora_is_computed_by_its_modules(calls):
 
 
 def test_other_calls_take_the_modules(calls):
-    """Several tokens, many rows, padding, and hidden memory."""
+    """Many tokens of a row, of all rows, padding, and hidden memory."""
     native = prepare_inference(make_pair(torch.float32)[0])
     memory = native.initial_memory(1, LIMITS)
-    native(random_tokens(1, 2), memory)
-    native(random_tokens(9, 1), native.initial_memory(9, LIMITS))
+    native(random_tokens(1, 17), memory)
+    native(random_tokens(129, 2), native.initial_memory(129, LIMITS))
     native(random_tokens(1, 1), memory, lengths=torch.tensor([1]))
     native(random_tokens(1, 1), memory, visible=torch.tensor([[4]]))
     native.model.owner = None

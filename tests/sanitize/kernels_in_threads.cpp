@@ -197,19 +197,19 @@ void decode(const Format& format, const Case& c, bool columns) {
 }
 
 template <class T, class A, class Weight>
-void layer(const Format& format, const Case& c, int64_t D, int64_t F, bool norm_first, bool qk_norm) {
-  Inputs<T> inputs({c.B, 1, c.M, c.N, c.H, c.window, 0, c.padded, false, 0}, norm_first);
+void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int64_t F, bool norm_first, bool qk_norm) {
+  Inputs<T> inputs({c.B, num_new, c.M, c.N, c.H, c.window, 0, c.padded, false, 0}, norm_first);
   DecodedLayer z{};
   Attention& a = z.attention = inputs.z;
-  const int64_t B = a.B, I = a.N * a.H, most = std::max({D, 3 * I, F});
+  const int64_t R = z.rows(), I = a.N * a.H, most = std::max({D, 3 * I, F});
   const std::vector<T> k = inputs.k, v = inputs.v;
-  const std::vector<A> x_before = random<A>(B * D);
+  const std::vector<A> x_before = random<A>(R * D);
   const int64_t rows[] = {I, I, I, D, F, D}, columns[] = {D, D, D, I, D, F};
   std::vector<Weight> matrix[6];
-  std::vector<float> scale[6], input_scale(B);
-  std::vector<A> up_bias = random<A>(F), down_bias = random<A>(D), weight[4], bias[2], x(B * D), result(B * most);
-  std::vector<A> input(B * std::max({D, I, F}));
-  std::vector<T> attended(B * I);
+  std::vector<float> scale[6], input_scale(R);
+  std::vector<A> up_bias = random<A>(F), down_bias = random<A>(D), weight[4], bias[2], x(R * D), result(R * most);
+  std::vector<A> input((R + DecodedLayer::kPadding) * std::max({D, I, F}));
+  std::vector<T> attended(R * I);
   Results results;
   for (int i = 0; i < 6; i++) {
     matrix[i] = random<Weight>(rows[i] * columns[i], sizeof(Weight) == 1 ? 127 : 1), z.matrix[i] = matrix[i].data();
@@ -221,19 +221,19 @@ void layer(const Format& format, const Case& c, int64_t D, int64_t F, bool norm_
     if (i < 2) bias[i] = random<A>(D), z.bias[i] = bias[i].data();
   }
   z.D = D, z.F = F, z.norm_first = norm_first, z.up_bias = up_bias.data(), z.down_bias = down_bias.data();
-  a.out = view(attended.data(), 1, a.N, a.H), z.input = input.data(), z.result = result.data();
+  a.out = view(attended.data(), num_new, a.N, a.H), z.input = input.data(), z.result = result.data();
   z.input_scale = input_scale.data(), z.x = results.add(x), results.add(inputs.k), results.add(inputs.v);
   results.compare([&](int threads) {  // as operators.cpp
     std::copy(x_before.begin(), x_before.end(), x.begin());
     std::copy(k.begin(), k.end(), inputs.k.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());
     for (int step = 0; step < z.kSteps; step++) {
-      format.prepare(z, step);
+      parallel(threads, R, [&](int64_t row) { format.prepare(z, step, row); });
       parallel(threads, z.units(step), [&](int64_t unit) { format.multiply(z, step, unit); });
       if (step) continue;
-      format.split(z);
+      parallel(threads, R, [&](int64_t row) { format.split(z, row); });
       parallel(threads, a.B * a.N, [&](int64_t task) { format.decode(a, task); });
     }
-    format.prepare(z, z.kSteps);
+    parallel(threads, R, [&](int64_t row) { format.prepare(z, z.kSteps, row); });
   });
 }
 
@@ -261,11 +261,12 @@ void run(const std::string& function, const Format& format, bool has_layer = tru
     }
   if (function != "layer" || !has_layer) return;
   for (const Case& c : {kCases[0], kCases[1], kCases[5]})
-    for (const bool norm_first : {false, true}) {
-      layer<T, A, T>(format, c, 22, 37, norm_first, !norm_first);
-      layer<T, A, T>(format, c, 72, 530, norm_first, norm_first);
-      if constexpr (!std::is_same_v<A, double>) layer<T, A, int8_t>(format, c, 33, 530, norm_first, norm_first);
-    }
+    for (const int64_t num_new : {1, 3, 16})
+      for (const bool norm_first : {false, true}) {
+        layer<T, A, T>(format, c, num_new, 22, 37, norm_first, !norm_first);
+        layer<T, A, T>(format, c, num_new, 72, 530, norm_first, norm_first);
+        if constexpr (!std::is_same_v<A, double>) layer<T, A, int8_t>(format, c, num_new, 33, 530, norm_first, norm_first);
+      }
 }
 
 }  // namespace

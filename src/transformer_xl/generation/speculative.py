@@ -34,7 +34,7 @@ _NGRAM_SIZES = (16, 8, 4, 2)  # of the latest tokens that are looked up, the lon
 _LONGEST_MATCH = 32  # matches of at least so many tokens share one rate
 _TEXT_LENGTH = 2**14  # tokens in which drafts are looked for: so many at least, twice as many at most
 _RATE_WEIGHT = 1 / 32  # of a new observation in a rate
-_FIRST_RATIO, _TOKEN_RATIO = 2.5, 1 / 16  # a segment is first supposed to take so many times as long as one token
+_FIRST_RATIO, _TOKEN_RATIO = 1.4, 1 / 10  # a segment is first supposed to take so many times as long as one token
 _MIN_GAIN = 1.2  # a draft is read where it promises to be so many times as fast
 _SECONDS_DECAY = 0.9995  # per segment: what was not measured for long is tried again
 

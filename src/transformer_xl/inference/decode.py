@@ -1,4 +1,4 @@
-"""All layers for a single new token, as in generation, by one native operator; results are those of the modules.
+"""All layers for few new tokens, as in generation, by one native operator; results are those of the modules.
 
 Python takes about as long for the modules of twelve layers as the arithmetic of a small model. What the operator reads
 of the layers is found once, when a model is prepared.
@@ -26,7 +26,8 @@ from transformer_xl.ops.linear import Int8Linear, PackedLinear
 
 _MATRICES = 6  # of a layer
 _DTYPES = {(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)}  # of products and inputs
-_MAX_ROWS = 8  # of a batch; with more, products of matrices are faster
+_MAX_TOKENS = 16  # of a batch row; with more, attention that packs keys and values is faster
+_MAX_ROWS = 256  # tokens in all; with more, inputs of products do not stay in cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,41 +47,41 @@ class DecodeTables:
     norm_first: bool
 
     def accept(self, x_BTD: Tensor, memory: Memory) -> bool:
-        """Return whether this is a single token of few rows, after a KV cache.
+        """Return whether these are few tokens of each row, after a KV cache.
 
         Args:
             x_BTD: input of the first layer.
             memory: that of the tokens before them.
         """
         return (
-            x_BTD.shape[1] == 1
-            and x_BTD.dtype == self.weights[-1].dtype  # under autocast, a projected embedding is bfloat16
-            and 0 < x_BTD.shape[0] <= _MAX_ROWS
+            x_BTD.dtype == self.weights[-1].dtype  # under autocast, a projected embedding is bfloat16
+            and 0 < x_BTD.shape[1] <= _MAX_TOKENS
+            and 0 < len(x_BTD) * x_BTD.shape[1] <= _MAX_ROWS
             and isinstance(memory, KeyValueMemory)
             and not torch.compiler.is_compiling()
         )
 
-    def decode(self, x_B1D: Tensor, memory: Memory, context: AttentionContext) -> tuple[list[Tensor], list[LayerCache]]:
-        """Return the results of all layers for a single new token (B, 1, D), and their next caches.
+    def decode(self, x_BTD: Tensor, memory: Memory, context: AttentionContext) -> tuple[list[Tensor], list[LayerCache]]:
+        """Return the results of all layers for new tokens (B, T, D), and their next caches.
 
         Args:
-            x_B1D: the input of the first layer.
+            x_BTD: the input of the first layer.
             memory: a KV cache.
             context: inputs that all layers share.
         """
-        caches: list[KeyValueCache] = []
+        caches, num_new = list[KeyValueCache](), x_BTD.shape[1]
         for cache, project in zip(memory.layers, self.position_keys, strict=True):
             assert isinstance(cache, KeyValueCache)
             cache.keys_of_positions(context.num_distances, partial(project, context))
-            caches.append(cache.reserve(1, self.dtype))
-        states_LB1D = torch.ops.transformer_xl_native.decode_layers(
-            *(x_B1D, self.weights, self.biases, self.eps, self.norm_first),
+            caches.append(cache.reserve(num_new, self.dtype))
+        states_LBTD = torch.ops.transformer_xl_native.decode_layers(
+            *(x_BTD, self.weights, self.biases, self.eps, self.norm_first),
             *([cache.storage.k_BNCH for cache in caches], [cache.storage.v_BNCH for cache in caches]),
-            *([cache.end for cache in caches], memory.length + 1),
+            *([cache.end for cache in caches], memory.length + num_new),
             *([cache.position_keys.r_NHP for cache in caches], context.num_distances),
             *(context.mask.valid_B, context.mask.num_clamped),
         )
-        return list(states_LB1D.unbind(0)), list(caches)
+        return list(states_LBTD.unbind(0)), list(caches)
 
 
 def decode_tables(

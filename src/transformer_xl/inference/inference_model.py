@@ -90,7 +90,7 @@ class InferenceModel:
                 states_BTD, memory = model.run_layers(x_BTD, memory)
                 return states_BTD[-1], memory
             states_BTD, caches = self._tables.decode(x_BTD, memory, model.attention_context(x_BTD, memory))
-            return model.final_norm(states_BTD[-1]), memory.advance(caches, 1)
+            return model.final_norm(states_BTD[-1]), memory.advance(caches, x_BTD.shape[1])
 
     def hidden_states(
         self, tokens: TokenIds | None = None, memory: Memory | None = None, **inputs: Any
@@ -195,7 +195,7 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
 
 
 def _tables(model: LanguageModel | Backbone, dtype: torch.dtype) -> DecodeTables | None:
-    """Return what the native operator for single tokens reads of a prepared model, or None if it cannot compute it."""
+    """Return what the native operator for few tokens reads of a prepared model, or None if it cannot compute it."""
     if not isinstance(model, RelativeLanguageModel | Backbone) or model.device.type != "cpu":
         return None
     if type(model).attention_context is not RelativeModel.attention_context:  # may attend in a way of its own

@@ -1,4 +1,4 @@
-"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of one token, and dropout.
+"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of few tokens, and dropout.
 
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
     native.build.build()   compiles them; only `txl info --build-native` does
@@ -98,9 +98,9 @@ def _same_shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _states(x_B1D: Tensor, *arguments: Any) -> Tensor:
+def _states(x_BTD: Tensor, *arguments: Any) -> Tensor:
     keys = arguments[4]
-    return x_B1D.new_empty(len(keys), *x_B1D.shape)
+    return x_BTD.new_empty(len(keys), *x_BTD.shape)
 
 
 def _attention_shapes(tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:

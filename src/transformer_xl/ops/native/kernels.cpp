@@ -551,32 +551,36 @@ void arrange(A* to, const A* from, int64_t count) {
   }
 }
 
-// The product of a row with an arranged vector, in two sums. Rows that follow each other are best read one by one: that
-// is what processors expect, and more streams at once read RAM a quarter slower.
-template <class T>
-float dot(const T* row, const float* vector, int64_t count) {
+// A product from an index on, added to what is before; not inline, as compilers contract sums differently in each place,
+// and a token's numbers must not depend on how many others there are
+template <class Row, class Vector>
+[[gnu::noinline]] float with_rest(float sum, const Row* row, const Vector* vector, int64_t from, int64_t count) {
+  for (int64_t i = from; i < count; i++) sum += widen(row[i]) * widen(vector[i]);
+  return sum;
+}
+
+// The products of a row with kB arranged vectors, each in two sums. Rows that follow each other are best read one by one:
+// that is what processors expect, and more streams at once read RAM a quarter slower.
+template <int kB, class T>
+void dot(float (&to)[kB], const T* row, const float* vectors, int64_t count) {
   constexpr int64_t kStep = std::is_same_v<T, bf16> ? 32 : 16;
-  Floats sums[2] = {};
+  Floats sums[2][kB] = {};
   int64_t i = 0;
-  const auto add = [&](Floats& sum, int64_t at) {
-    if constexpr (std::is_same_v<T, bf16>) {
-      const Words pair = load<Words>(row + at);
-      sum += reinterpret_cast<Floats>(pair << 16) * load<Floats>(vector + at);
-      sum += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + at + 16);
-    } else {
-      sum += load<Floats>(row + at) * load<Floats>(vector + at);
+  const auto add = [&](Floats (&sum)[kB], int64_t at) {
+    for (int b = 0; b < kB; b++) {
+      const float* const vector = vectors + b * count + at;
+      if constexpr (std::is_same_v<T, bf16>) {
+        const Words pair = load<Words>(row + at);
+        sum[b] += reinterpret_cast<Floats>(pair << 16) * load<Floats>(vector);
+        sum[b] += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + 16);
+      } else {
+        sum[b] += load<Floats>(row + at) * load<Floats>(vector);
+      }
     }
   };
   for (; i + 2 * kStep <= count; i += 2 * kStep) add(sums[0], i), add(sums[1], i + kStep);
   if (i + kStep <= count) add(sums[0], i), i += kStep;
-  float sum = sum_of(sums[0] + sums[1]);
-  for (; i < count; i++) sum += widen(row[i]) * vector[i];
-  return sum;
-}
-inline double dot(const double* row, const double* vector, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += row[i] * vector[i];
-  return sum;
+  for (int b = 0; b < kB; b++) to[b] = with_rest(sum_of(sums[0][b] + sums[1][b]), row, vectors + b * count, i, count);
 }
 // Compilers know instructions for sums of 16-bit products, which 512 products of 8 and 16 bits do not exceed
 inline float dot(const int8_t* row, const int16_t* vector, int64_t count) {
@@ -602,20 +606,34 @@ float quantize(int16_t* to, const A* x, int64_t count) {
   for (int64_t i = 0; i < count; i++) to[i] = static_cast<int16_t>(std::lrint(x[i] * inverse));
   return static_cast<float>(scale);
 }
-#ifdef __AVX512F__
-// Of two bfloat16 vectors in order, where the processor has an instruction for it
-__attribute__((target("avx512bf16"))) float dot(const bf16* row, const bf16* vector, int64_t count) {
-  const auto pairs = [](const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); };
-  __m512 sums[2] = {};
-  int64_t i = 0;
-  for (; i + 64 <= count; i += 64)
-    for (int64_t j = 0; j < 2; j++) sums[j] = _mm512_dpbf16_ps(sums[j], pairs(row + i + 32 * j), pairs(vector + i + 32 * j));
-  float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
-  for (; i < count; i++) sum += widen(row[i]) * widen(vector[i]);
+inline double dot(const double* row, const double* vector, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += row[i] * vector[i];
   return sum;
 }
-#else
-float dot(const bf16*, const bf16*, int64_t) { __builtin_trap(); }  // AVX2 multiplies bfloat16 in float32 only
+template <int kB, class Row, class Vector, class A>
+void dot(A (&to)[kB], const Row* row, const Vector* vectors, int64_t count) {
+  for (int b = 0; b < kB; b++) to[b] = dot(row, vectors + b * count, count);
+}
+#ifdef __AVX512F__
+// Of bfloat16 vectors in order, where the processor has an instruction for it
+template <int kB>
+__attribute__((target("avx512bf16"))) void dot(float (&to)[kB], const bf16* row, const bf16* vectors, int64_t count) {
+  const auto pairs = [](const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); };
+  __m512 sums[2][kB] = {};
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64)
+    for (int j = 0; j < 2; j++)
+      for (int b = 0; b < kB; b++)
+        sums[j][b] = _mm512_dpbf16_ps(sums[j][b], pairs(row + i + 32 * j), pairs(vectors + b * count + i + 32 * j));
+  for (int b = 0; b < kB; b++) {
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0][b], sums[1][b]));
+    to[b] = with_rest(sum, row, vectors + b * count, i, count);
+  }
+}
+#else  // AVX2 multiplies bfloat16 in float32 only
+template <int kB>
+void dot(float (&)[kB], const bf16*, const bf16*, int64_t) { __builtin_trap(); }
 #endif
 
 // Products of some rows with an arranged vector; their sums do not wait for each other
@@ -719,7 +737,7 @@ void decode(const Attention& z, int64_t task) {
   }
 }
 
-// One layer for a single new token. Numbers are rounded to T where the layer's operators, one by one, return T.
+// One layer for few new tokens. Numbers are rounded to T where the layer's operators, one by one, return T.
 template <class T, class P, class A>
 struct Decoder {
   // of the vector that a matrix is multiplied with
@@ -741,36 +759,38 @@ struct Decoder {
     for (int64_t d = 0; d < z.D; d++) to[d] = (x[d] - mean) * scale * weight[d] + bias[d];
   }
 
-  static void prepare(const DecodedLayer& z, int step) {
+  static void prepare(const DecodedLayer& z, int step, int64_t row) {
     const int64_t count = step < z.kSteps ? z.inputs(step) : 0;
     A* const from = buffer<A>(kGrad, larger(larger(z.D, z.F), z.inner()));
-    for (int64_t b = 0; b < z.attention.B; b++) {
-      A* const x = static_cast<A*>(z.x) + b * z.D;
-      const int norm = step > 1;  // of the part that begins or ends
-      const A* const result = static_cast<const A*>(z.result) + b * z.outputs(larger(step, 1) - 1);
-      if (step == 2 || step == z.kSteps) {  // attention or feed-forward ends
-        for (int64_t d = 0; d < z.D; d++) x[d] += result[d];
-        if (!z.norm_first) layer_norm(x, x, z, step == z.kSteps);
-      }
-      const A* input = x;
-      if (step == 1) {
-        const T* const o = z.attention.out.template at<T>(b, 0, 0);
-        for (int64_t i = 0; i < count; i++) from[i] = widen(o[i]);
-        input = from;
-      } else if (step == 3) {
-        input = result;
-      } else if (step < z.kSteps && z.norm_first) {
-        layer_norm(from, x, z, norm), input = from;
-      }
-      Input* const to = static_cast<Input*>(z.input) + b * count;
-      if (z.scale[0]) {
-        z.input_scale[b] = quantize(static_cast<int16_t*>(z.input) + b * count, input, count);
-      } else if constexpr (std::is_same_v<P, bf16>) {
-        for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(input[i]);
-      } else {
-        for (int64_t i = 0; i < count; i++) from[i] = rounded(input[i]);
-        arrange<T>(to, from, count);
-      }
+    A* const x = static_cast<A*>(z.x) + row * z.D;
+    const int norm = step > 1;  // of the part that begins or ends
+    const A* const result = static_cast<const A*>(z.result) + row * z.outputs(larger(step, 1) - 1);
+    if (step == 2 || step == z.kSteps) {  // attention or feed-forward ends
+      for (int64_t d = 0; d < z.D; d++) x[d] += result[d];
+      if (!z.norm_first) layer_norm(x, x, z, step == z.kSteps);
+    }
+    const A* input = x;
+    if (step == 1) {
+      const T* const o = z.attention.out.template at<T>(0, row, 0);
+      for (int64_t i = 0; i < count; i++) from[i] = widen(o[i]);
+      input = from;
+    } else if (step == 3) {
+      input = result;
+    } else if (step < z.kSteps && z.norm_first) {
+      layer_norm(from, x, z, norm), input = from;
+    }
+    Input* const to = static_cast<Input*>(z.input) + row * count;
+    if (by_columns(z)) {
+      constexpr int64_t pair = kPair<P>;
+      P* const column = static_cast<P*>(z.input) + row * pair;
+      for (int64_t i = 0; i < count; i++) column[i / pair * padded(z.rows()) * pair + i % pair] = narrow<P>(input[i]);
+    } else if (z.scale[0]) {
+      z.input_scale[row] = quantize(static_cast<int16_t*>(z.input) + row * count, input, count);
+    } else if constexpr (std::is_same_v<P, bf16>) {
+      for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(input[i]);
+    } else {
+      for (int64_t i = 0; i < count; i++) from[i] = rounded(input[i]);
+      arrange<T>(to, from, count);
     }
   }
 
@@ -783,42 +803,62 @@ struct Decoder {
     for (int64_t h = 0; h < H; h++) to[h * stride] = narrow<T>(weight ? from[h] * scale * weight[h] : from[h]);
   }
 
-  static void split(const DecodedLayer& z) {
+  static void split(const DecodedLayer& z, int64_t row) {
     const Attention& a = z.attention;
-    for (int64_t b = 0; b < a.B; b++) {
-      const A* const row = static_cast<const A*>(z.result) + b * 3 * z.inner();
-      for (int64_t n = 0; n < a.N; n++) {
-        const A *const q = row + n * a.H, *const k = q + z.inner(), *const v = k + z.inner();
-        write_head(a.q.template at<T>(b, 0, n), a.q.h, q, z, 2);
-        write_head(a.k.template at<T>(b, a.S - 1, n), a.k.h, k, z, 3);
-        write_head(a.v.template at<T>(b, a.S - 1, n), a.v.h, v, z, 0);
-      }
+    const int64_t b = row / a.T, place = a.S - a.T + row % a.T;
+    const A* const from = static_cast<const A*>(z.result) + row * 3 * z.inner();
+    for (int64_t n = 0; n < a.N; n++) {
+      const A *const q = from + n * a.H, *const k = q + z.inner(), *const v = k + z.inner();
+      write_head(a.q.template at<T>(0, row, n), a.q.h, q, z, 2);
+      write_head(a.k.template at<T>(b, place, n), a.k.h, k, z, 3);
+      write_head(a.v.template at<T>(b, place, n), a.v.h, v, z, 0);
     }
   }
 
-  template <class Row, class Vector>
-  static auto dot_of(const void* matrix, const void* inputs, int64_t o, int64_t b, int64_t I) {
-    return dot(static_cast<const Row*>(matrix) + o * I, static_cast<const Vector*>(inputs) + b * I, I);
-  }
-
-  // Rows of a matrix times the inputs of all batch rows: the matrix is read once
+  // Rows of a matrix times the inputs of all tokens: the matrix is read once
   static void multiply(const DecodedLayer& z, int step, int64_t unit) {
     const int64_t outputs = z.outputs(step), I = z.inputs(step), per_matrix = (outputs + z.kUnit - 1) / z.kUnit;
-    const int64_t part = unit / per_matrix, first = unit % per_matrix * z.kUnit;
+    const int64_t part = unit / per_matrix, first = unit % per_matrix * z.kUnit, rows = z.rows();
     const int64_t end = smaller(first + z.kUnit, outputs), columns = step ? outputs : 3 * outputs;
     const int64_t which = step ? step + 2 : part;
-    const void* const matrix = z.matrix[which];
-    const float* const scale = z.scale[which];
     const void* const any_bias = step == 2 ? z.up_bias : step == 3 ? z.down_bias : nullptr;
     const A* const bias = static_cast<const A*>(any_bias);
-    for (int64_t o = first; o < end; o++)
-      for (int64_t b = 0; b < z.attention.B; b++) {
-        const A product = scale ? static_cast<A>(dot_of<int8_t, int16_t>(matrix, z.input, o, b, I) * z.input_scale[b] * scale[o])
-                                : dot_of<T, Input>(matrix, z.input, o, b, I);
-        const A sum = rounded(bias ? product + rounded(bias[o]) : product);
-        static_cast<A*>(z.result)[b * columns + part * outputs + o] = step == 2 && sum < 0 ? A(0) : sum;
+    // not inline, as `with_rest`
+    const auto write = [&](int64_t row, int64_t o, A product) __attribute__((noinline)) {
+      const A sum = rounded(bias ? product + rounded(bias[o]) : product);
+      static_cast<A*>(z.result)[row * columns + part * outputs + o] = step == 2 && sum < 0 ? A(0) : sum;
+    };
+    if constexpr (std::is_same_v<T, P>)
+      if (by_columns(z)) {
+        A* const products = buffer<A>(kWide, z.kUnit * padded(rows));
+        wide_product(end - first, padded(rows), I, I, padded(rows), padded(rows), false,
+                     static_cast<const P*>(z.matrix[which]) + first * I, static_cast<const P*>(z.input), products);
+        for (int64_t row = 0; row < rows; row++)
+          for (int64_t o = first; o < end; o++) write(row, o, products[(o - first) * padded(rows) + row]);
+        return;
       }
+    const auto multiply_rows = [&]<int kB>(int64_t row) {
+      for (int64_t o = first; o < end; o++)
+        if (const float* const scale = z.scale[which]) {
+          float sums[kB];
+          dot(sums, static_cast<const int8_t*>(z.matrix[which]) + o * I, static_cast<const int16_t*>(z.input) + row * I, I);
+          for (int b = 0; b < kB; b++) write(row + b, o, static_cast<A>(sums[b] * z.input_scale[row + b] * scale[o]));
+        } else {
+          A sums[kB];
+          dot(sums, static_cast<const T*>(z.matrix[which]) + o * I, static_cast<const Input*>(z.input) + row * I, I);
+          for (int b = 0; b < kB; b++) write(row + b, o, sums[b]);
+        }
+    };
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) multiply_rows.template operator()<4>(row);
+    for (; row < rows; row++) multiply_rows.template operator()<1>(row);
   }
+
+  // Whether there are so many tokens that `product` is faster. It wants the inputs as columns, of bfloat16 in pairs of rows.
+  static bool by_columns(const DecodedLayer& z) {
+    return std::is_same_v<T, P> && !z.scale[0] && z.rows() >= DecodedLayer::kPadding && (z.D | z.F | z.inner()) % kPair<P> == 0;
+  }
+  static int64_t padded(int64_t rows) { return round_up(rows, DecodedLayer::kPadding); }
 };
 
 template <class T, class P, class A>

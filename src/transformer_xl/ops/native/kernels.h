@@ -42,11 +42,11 @@ struct Attention {
   void *dr, *du, *dw;  // sums of each group in the type of lse: (groups, N, P, H) and (groups, N, H)
 };
 
-// One layer for a single new token of each row. Its sums are of the type of `x`; keys, values, queries and matrices may
-// be bfloat16 then. A matrix (O, I) is read row by row, as it is stored: in the type of keys, or in 8 bits with a scale
+// One layer for few new tokens. Its sums are of the type of `x`; keys, values, queries and matrices may be bfloat16 then.
+// A matrix (O, I) is read row by row, as it is stored: in the type of keys, or in 8 bits with a scale
 // for each row.
 struct DecodedLayer {
-  Attention attention;  // T = 1; the new key and value are written to the last places of k and v
+  Attention attention;  // the new keys and values are written to the last places of k and v
   int64_t D, F;
   bool norm_first;
   double eps[4];  // of the norms, as below
@@ -54,10 +54,12 @@ struct DecodedLayer {
   const float* scale[6];                   // (O) of each matrix of 8 bits, else null
   const void *up_bias, *down_bias;         // (F), (D)
   const void *weight[4], *bias[4];         // LayerNorm of attention and of feed-forward; RMSNorm of q and k, or null
-  void *x, *input, *result;  // (B, D); what the matrices of a step multiply, (B, I); what they give, (B, O)
-  float* input_scale;        // (B) of an input of 16 bits, which matrices of 8 bits multiply
+  void *x, *input, *result;  // (R, D); what the matrices of a step multiply, (R, I) or (I, R); what they give, (R, O)
+  float* input_scale;        // (R) of an input of 16 bits, which matrices of 8 bits multiply
   static constexpr int64_t kUnit = 16;     // rows of a matrix that one task multiplies
+  static constexpr int64_t kPadding = 16;  // of R is a multiple in (I, R)
   static constexpr int kSteps = 4;         // q with k and v; o; up; down
+  int64_t rows() const { return attention.B * attention.T; }  // R
   int64_t inner() const { return attention.N * attention.H; }
   int64_t outputs(int step) const { return step == 0 ? inner() : step == 2 ? F : D; }
   int64_t inputs(int step) const { return step == 1 ? inner() : step == 3 ? F : D; }
@@ -81,8 +83,8 @@ struct Format {
   void (*forward)(const Attention&, int64_t task);
   void (*backward)(const Attention&, int64_t task);
   void (*decode)(const Attention&, int64_t task);  // a task is a batch row and head; no dropout, nothing is packed
-  void (*prepare)(const DecodedLayer&, int step);   // makes the input of a step's products, or, after the last, ends
-  void (*split)(const DecodedLayer&);               // the result of step 0 into queries, keys and values of heads
+  void (*prepare)(const DecodedLayer&, int step, int64_t row);  // makes the input of a step's products, or, after the last, ends
+  void (*split)(const DecodedLayer&, int64_t row);  // the result of step 0 into queries, keys and values of heads
   void (*multiply)(const DecodedLayer&, int step, int64_t unit);
 };
 

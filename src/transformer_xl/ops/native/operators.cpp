@@ -107,6 +107,16 @@ const Format& format_of(ScalarType type) {
 Tensor empty(Sizes sizes, ScalarType type) { return torch::stable::empty(sizes, type); }
 Tensor made_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
+// Call a task with each number below `count`, in parallel. With tiles, oneDNN's products of bfloat16 may hold the
+// processor's tiles, which are given back.
+template <class Task>
+void for_all(int64_t count, int64_t grain, bool has_tiles, const Task& task) {
+  torch::stable::parallel_for(0, count, grain, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) task(i);
+    if (has_tiles) blas::brgemm_release(true);
+  });
+}
+
 uint64_t number_of(const OptionalTensor& seed) {
   require(seed && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, "dropout needs a seed");
   return static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
@@ -121,9 +131,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& seed, double p, bool relu,
   const Dropout z{input.const_data_ptr(), kept ? other.const_data_ptr() : nullptr, result.data_ptr(), x.numel(), p,
                   kept ? 0 : number_of(seed), relu};
   const Format& format = format_of(x.scalar_type());
-  torch::stable::parallel_for(0, (z.count + z.kUnit - 1) / z.kUnit, 2, [&](int64_t from, int64_t to) {
-    for (int64_t task = from; task < to; task++) format.drop(z, task);
-  });
+  for_all((z.count + z.kUnit - 1) / z.kUnit, 2, false, [&](int64_t task) { format.drop(z, task); });
   return result;
 }
 
@@ -184,11 +192,7 @@ void require_stored_in_order(const View& k, const View& v, const View& r) {
 }
 
 void run(const Attention& z, ScalarType type, void (*task)(const Attention&, int64_t), int64_t count) {
-  const bool has_tiles = type == ScalarType::BFloat16 && bfloat16_product;
-  torch::stable::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i++) task(z, i);
-    if (has_tiles) blas::brgemm_release(true);
-  });
+  for_all(count, 1, type == ScalarType::BFloat16 && bfloat16_product, [&](int64_t i) { task(z, i); });
 }
 
 std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
@@ -234,26 +238,22 @@ Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, cons
   return out;
 }
 
-void compute(DecodedLayer& z, const Format& format) {
+void compute(DecodedLayer& z, const Format& format, bool has_tiles) {
+  const int64_t rows = z.rows(), heads = z.attention.B * z.attention.N;
   for (int step = 0; step < z.kSteps; step++) {
-    format.prepare(z, step);
-    torch::stable::parallel_for(0, z.units(step), 4, [&](int64_t from, int64_t to) {
-      for (int64_t unit = from; unit < to; unit++) format.multiply(z, step, unit);
-    });
-    if (step == 0) {
-      format.split(z);
-      torch::stable::parallel_for(0, z.attention.B * z.attention.N, 1, [&](int64_t from, int64_t to) {
-        for (int64_t task = from; task < to; task++) format.decode(z.attention, task);
-      });
-    }
+    for_all(rows, 4, false, [&](int64_t row) { format.prepare(z, step, row); });
+    for_all(z.units(step), 4, has_tiles, [&](int64_t unit) { format.multiply(z, step, unit); });
+    if (step) continue;
+    for_all(rows, 4, false, [&](int64_t row) { format.split(z, row); });
+    for_all(heads, 1, false, [&](int64_t task) { format.decode(z.attention, task); });
   }
-  format.prepare(z, z.kSteps);
+  for_all(rows, 4, false, [&](int64_t row) { format.prepare(z, z.kSteps, row); });
 }
 
-// All layers for a single new token; returns the result of each, (L, B, 1, D). Of each layer, `weights` are the matrices
+// All layers for few new tokens; returns the result of each, (L, B, T, D). Of each layer, `weights` are the matrices
 // q, k, v, o, up, down; biases of up and down; weight and bias of both LayerNorms; with qk_norm the weights of q and k;
 // and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys`
-// and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last is written;
+// and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last T are written;
 // of `positions` (N, H, X) the last `num_distances` are read. Biases and positions have the dtype of keys.
 Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& biases, const std::vector<double>& eps,
                      bool norm_first, const Tensors& keys, const Tensors& values, const std::vector<int64_t>& ends,
@@ -264,8 +264,8 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
   require((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
               eps.size() == 4 * L && values.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
-              x.size(1) == 1 && keys[0].dim() == 4, "wrong number of tensors of layers");
-  const int64_t B = x.size(0), D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
+              keys[0].dim() == 4, "wrong number of tensors of layers");
+  const int64_t B = x.size(0), T = x.size(1), R = B * T, D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
   const ScalarType key_type = keys[0].scalar_type();
   const ScalarType type = key_type == ScalarType::BFloat16 ? ScalarType::Float : key_type;
   const ScalarType matrix_type = has_scales ? ScalarType::Char : key_type;
@@ -276,17 +276,18 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
   };
   require(x.scalar_type() == type, "wrong dtype of a layer's input");
   const Format& format = format_of(key_type);
-  const Tensor states = empty({static_cast<int64_t>(L), B, 1, D}, type), first = made_contiguous(x);
+  const Tensor states = empty({static_cast<int64_t>(L), B, T, D}, type), first = made_contiguous(x);
   const int64_t size = static_cast<int64_t>(x.element_size()), key_size = static_cast<int64_t>(keys[0].element_size());
   // queries and their results, and inputs and results of products, each from a cache line on
-  const int64_t bytes[4] = {B * I * key_size, B * I * key_size, B * std::max({D, I, F}) * size,
-                            B * std::max({D, 3 * I, F}) * size};
+  const int64_t bytes[4] = {R * I * key_size, R * I * key_size, (R + DecodedLayer::kPadding) * std::max({D, I, F}) * size,
+                            R * std::max({D, 3 * I, F}) * size};
   int64_t starts[5] = {};
   for (int i = 0; i < 4; i++) starts[i + 1] = starts[i] + (bytes[i] + 63) / 64 * 64;
   const std::unique_ptr<char, void (*)(void*)> scratch(static_cast<char*>(std::aligned_alloc(64, starts[4])), std::free);
   require(scratch.get(), "out of memory");
-  const Strided q{{scratch.get(), I, I, H, 1}, key_type, 4, B, 1, N, H};
-  std::vector<float> input_scale(B);
+  std::memset(scratch.get() + starts[2], 0, bytes[2]);  // columns that fill up R stay 0
+  const Strided q{{scratch.get(), T * I, I, H, 1}, key_type, 4, B, T, N, H};
+  std::vector<float> input_scale(R);
   const void* previous = first.const_data_ptr();
   for (size_t layer = 0; layer < L; layer++) {
     const Tensor* own = &weights[layer * per_layer];
@@ -322,10 +323,10 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
       if (num_vectors == 8) z.weight[2 + i] = check(own[12 + i], {H}, type);
     }
     std::copy_n(eps.begin() + 4 * layer, 4, z.eps);
-    z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * B * D * size;
-    std::memcpy(z.x, previous, B * D * size);  // computed in place
+    z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * R * D * size;
+    std::memcpy(z.x, previous, R * D * size);  // computed in place
     z.input = scratch.get() + starts[2], z.result = scratch.get() + starts[3], z.input_scale = input_scale.data();
-    compute(z, format);
+    compute(z, format, key_type == ScalarType::BFloat16 && bfloat16_product);
     previous = z.x;
   }
   return states;
