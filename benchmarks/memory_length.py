@@ -1,6 +1,8 @@
 """Measures the loss of runs by memory length, and draws it beside models without memory, in docs/memory.svg.
 
-    for seed in 1 2 3; do txl train demo --corpus corpora/python-stdlib --run runs/seed-$seed --train.seed $seed; done
+    for seed in 1 2 3; do
+      txl train fast-base --corpus corpora/python-stdlib --run runs/seed-$seed --train.seed $seed
+    done
     python benchmarks/memory_length.py runs/seed-1 runs/seed-2 runs/seed-3
     python benchmarks/memory_length.py    # only draws
 
@@ -24,6 +26,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 LENGTHS = (0, 16, 32, 64, 128, 256, 512, 1024)
+PEER_SECONDS = 300
 TOKENS = 65_536  # of the test text, as in equal_time.py
 RESULTS, PEERS = (HERE / "results" / name for name in ("memory-length.json", "equal-time-python-stdlib.json"))
 
@@ -64,16 +67,18 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     assert peers["text_sha256"] == results["train_sha256"], "not the same text"
     lengths, values = map(list, zip(*results["bits_per_byte"].items(), strict=True))
     last = values.index(values[-1])
-    labels = [f"{int(length):,}" for length in lengths[:last]] + [f"{int(lengths[last]):,} to\n{int(lengths[-1]):,}"]
+    labels = [f"{int(length):,}" for length in lengths[: last + 1]]
+    if last + 1 < len(lengths):
+        labels[last] += f" to\n{int(lengths[-1]):,}"
     values = values[: last + 1]
     places, means = range(last + 1), [math.fsum(runs) / len(runs) for runs in values]
     trained = lengths.index(str(results["trained_memory_length"]))
     figure = Figure(figsize=(5.2, 4.0), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2", ORANGE)):
-        row = next(row for row in peers["tables"]["300"] if row["contestant"] == name)
+        row = next(row for row in peers["tables"][str(PEER_SECONDS)] if row["contestant"] == name)
         axes.axhspan(*row["range"], color=color, alpha=0.4, linewidth=0)
-        text = f"{label}, no memory, blocks of {row['context']}"
+        text = f"{label}, no memory, {PEER_SECONDS // 60} minutes, blocks of {row['context']}"
         axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=11)
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=BLUE, alpha=0.3, linewidth=0)
     axes.plot(places, means, "-o", color=BLUE, markersize=6)
@@ -84,12 +89,13 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     axes.text(trained - 0.08, means[1] + 0.09, "memory\nin training", ha="right", fontsize=11, color="0.3")
     axes.set_xticks(places, labels, fontsize=11)
     axes.tick_params(axis="y", labelsize=11)
-    axes.set_ylim(min(means) - 0.07, axes.get_ylim()[1] + 0.04)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(means) - 0.12 * (high - low), high + 0.04)
     axes.set_title(
         f"{lengths[trained]} bytes of memory save {means[0] - means[trained]:.2f} bits per byte", fontsize=13
     )
     axes.set_xlabel(f"memory in bytes, beside the segment of {results['segment_length']}", fontsize=11)
-    axes.set_ylabel(f"test bits per byte, {len(results['seeds'])} seeds", fontsize=11)
+    axes.set_ylabel(f"test bits per byte, {len(results['seeds'])} seeds of {results['recipe']}", fontsize=11)
     set_style(axes, "both")
     return figure
 
