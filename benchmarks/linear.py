@@ -78,6 +78,8 @@ def main() -> None:
         for shape in SHAPES:
             packed = [PackedLinear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
             plain = [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(MATRICES)]
+            for layer in packed:
+                layer.pack(dtype)
             for rows in args.rows:
                 x = torch.randn(rows, shape[0], dtype=dtype)
                 with torch.inference_mode():
@@ -85,7 +87,7 @@ def main() -> None:
                     for turn in range(TURNS + 1):
                         for layers, into in zip((plain, packed), times, strict=True):
                             spent = seconds(lambda layers=layers, x=x: [layer(x) for layer in layers])
-                            if turn:  # the first packs
+                            if turn:  # the first warms up
                                 into.append(spent)
                 before, after = (statistics.median(one) for one in times)
                 gflop = 2 * rows * shape[0] * shape[1] * MATRICES / 1e9
