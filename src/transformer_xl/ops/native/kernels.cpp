@@ -551,36 +551,32 @@ void arrange(A* to, const A* from, int64_t count) {
   }
 }
 
-// A product from an index on, added to what is before; not inline, as compilers contract sums differently in each place,
-// and a token's numbers must not depend on how many others there are
-template <class Row, class Vector>
-[[gnu::noinline]] float with_rest(float sum, const Row* row, const Vector* vector, int64_t from, int64_t count) {
-  for (int64_t i = from; i < count; i++) sum += widen(row[i]) * widen(vector[i]);
-  return sum;
-}
-
-// The products of a row with kB arranged vectors, each in two sums. Rows that follow each other are best read one by one:
-// that is what processors expect, and more streams at once read RAM a quarter slower.
-template <int kB, class T>
-void dot(float (&to)[kB], const T* row, const float* vectors, int64_t count) {
+// The product of a row with an arranged vector, in two sums. Rows that follow each other are best read one by one: that
+// is what processors expect, and more streams at once read RAM a quarter slower.
+template <class T>
+float dot(const T* row, const float* vector, int64_t count) {
   constexpr int64_t kStep = std::is_same_v<T, bf16> ? 32 : 16;
-  Floats sums[2][kB] = {};
+  Floats sums[2] = {};
   int64_t i = 0;
-  const auto add = [&](Floats (&sum)[kB], int64_t at) {
-    for (int b = 0; b < kB; b++) {
-      const float* const vector = vectors + b * count + at;
-      if constexpr (std::is_same_v<T, bf16>) {
-        const Words pair = load<Words>(row + at);
-        sum[b] += reinterpret_cast<Floats>(pair << 16) * load<Floats>(vector);
-        sum[b] += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + 16);
-      } else {
-        sum[b] += load<Floats>(row + at) * load<Floats>(vector);
-      }
+  const auto add = [&](Floats& sum, int64_t at) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      const Words pair = load<Words>(row + at);
+      sum += reinterpret_cast<Floats>(pair << 16) * load<Floats>(vector + at);
+      sum += reinterpret_cast<Floats>(pair & 0xffff0000u) * load<Floats>(vector + at + 16);
+    } else {
+      sum += load<Floats>(row + at) * load<Floats>(vector + at);
     }
   };
   for (; i + 2 * kStep <= count; i += 2 * kStep) add(sums[0], i), add(sums[1], i + kStep);
   if (i + kStep <= count) add(sums[0], i), i += kStep;
-  for (int b = 0; b < kB; b++) to[b] = with_rest(sum_of(sums[0][b] + sums[1][b]), row, vectors + b * count, i, count);
+  float sum = sum_of(sums[0] + sums[1]);
+  for (; i < count; i++) sum += widen(row[i]) * vector[i];
+  return sum;
+}
+inline double dot(const double* row, const double* vector, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += row[i] * vector[i];
+  return sum;
 }
 // Compilers know instructions for sums of 16-bit products, which 512 products of 8 and 16 bits do not exceed
 inline float dot(const int8_t* row, const int16_t* vector, int64_t count) {
@@ -606,34 +602,20 @@ float quantize(int16_t* to, const A* x, int64_t count) {
   for (int64_t i = 0; i < count; i++) to[i] = static_cast<int16_t>(std::lrint(x[i] * inverse));
   return static_cast<float>(scale);
 }
-inline double dot(const double* row, const double* vector, int64_t count) {
-  double sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += row[i] * vector[i];
-  return sum;
-}
-template <int kB, class Row, class Vector, class A>
-void dot(A (&to)[kB], const Row* row, const Vector* vectors, int64_t count) {
-  for (int b = 0; b < kB; b++) to[b] = dot(row, vectors + b * count, count);
-}
 #ifdef __AVX512F__
-// Of bfloat16 vectors in order, where the processor has an instruction for it
-template <int kB>
-__attribute__((target("avx512bf16"))) void dot(float (&to)[kB], const bf16* row, const bf16* vectors, int64_t count) {
+// Of two bfloat16 vectors in order, where the processor has an instruction for it
+__attribute__((target("avx512bf16"))) float dot(const bf16* row, const bf16* vector, int64_t count) {
   const auto pairs = [](const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); };
-  __m512 sums[2][kB] = {};
+  __m512 sums[2] = {};
   int64_t i = 0;
   for (; i + 64 <= count; i += 64)
-    for (int j = 0; j < 2; j++)
-      for (int b = 0; b < kB; b++)
-        sums[j][b] = _mm512_dpbf16_ps(sums[j][b], pairs(row + i + 32 * j), pairs(vectors + b * count + i + 32 * j));
-  for (int b = 0; b < kB; b++) {
-    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0][b], sums[1][b]));
-    to[b] = with_rest(sum, row, vectors + b * count, i, count);
-  }
+    for (int64_t j = 0; j < 2; j++) sums[j] = _mm512_dpbf16_ps(sums[j], pairs(row + i + 32 * j), pairs(vector + i + 32 * j));
+  float sum = _mm512_reduce_add_ps(_mm512_add_ps(sums[0], sums[1]));
+  for (; i < count; i++) sum += widen(row[i]) * widen(vector[i]);
+  return sum;
 }
-#else  // AVX2 multiplies bfloat16 in float32 only
-template <int kB>
-void dot(float (&)[kB], const bf16*, const bf16*, int64_t) { __builtin_trap(); }
+#else
+float dot(const bf16*, const bf16*, int64_t) { __builtin_trap(); }  // AVX2 multiplies bfloat16 in float32 only
 #endif
 
 // Products of some rows with an arranged vector; their sums do not wait for each other
@@ -815,6 +797,11 @@ struct Decoder {
     }
   }
 
+  template <class Row, class Vector>
+  static auto dot_of(const void* matrix, const void* inputs, int64_t o, int64_t b, int64_t I) {
+    return dot(static_cast<const Row*>(matrix) + o * I, static_cast<const Vector*>(inputs) + b * I, I);
+  }
+
   // Rows of a matrix times the inputs of all tokens: the matrix is read once
   static void multiply(const DecodedLayer& z, int step, int64_t unit) {
     const int64_t outputs = z.outputs(step), I = z.inputs(step), per_matrix = (outputs + z.kUnit - 1) / z.kUnit;
@@ -823,8 +810,7 @@ struct Decoder {
     const int64_t which = step ? step + 2 : part;
     const void* const any_bias = step == 2 ? z.up_bias : step == 3 ? z.down_bias : nullptr;
     const A* const bias = static_cast<const A*>(any_bias);
-    // not inline, as `with_rest`
-    const auto write = [&](int64_t row, int64_t o, A product) __attribute__((noinline)) {
+    const auto write = [&](int64_t row, int64_t o, A product) {
       const A sum = rounded(bias ? product + rounded(bias[o]) : product);
       static_cast<A*>(z.result)[row * columns + part * outputs + o] = step == 2 && sum < 0 ? A(0) : sum;
     };
@@ -837,21 +823,12 @@ struct Decoder {
           for (int64_t o = first; o < end; o++) write(row, o, products[(o - first) * padded(rows) + row]);
         return;
       }
-    const auto multiply_rows = [&]<int kB>(int64_t row) {
-      for (int64_t o = first; o < end; o++)
-        if (const float* const scale = z.scale[which]) {
-          float sums[kB];
-          dot(sums, static_cast<const int8_t*>(z.matrix[which]) + o * I, static_cast<const int16_t*>(z.input) + row * I, I);
-          for (int b = 0; b < kB; b++) write(row + b, o, static_cast<A>(sums[b] * z.input_scale[row + b] * scale[o]));
-        } else {
-          A sums[kB];
-          dot(sums, static_cast<const T*>(z.matrix[which]) + o * I, static_cast<const Input*>(z.input) + row * I, I);
-          for (int b = 0; b < kB; b++) write(row + b, o, sums[b]);
-        }
-    };
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) multiply_rows.template operator()<4>(row);
-    for (; row < rows; row++) multiply_rows.template operator()<1>(row);
+    const float* const scale = z.scale[which];
+    for (int64_t o = first; o < end; o++)
+      for (int64_t row = 0; row < rows; row++)
+        write(row, o, scale ? static_cast<A>(dot_of<int8_t, int16_t>(z.matrix[which], z.input, o, row, I) *
+                                             z.input_scale[row] * scale[o])
+                            : dot_of<T, Input>(z.matrix[which], z.input, o, row, I));
   }
 
   // Whether there are so many tokens that `product` is faster. It wants the inputs as columns, of bfloat16 in pairs of rows.

@@ -238,16 +238,28 @@ Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, cons
   return out;
 }
 
+// Number of tasks that one thread does at least, of so many multiplications each: where threads wait without spinning, as
+// in a server, waking one takes as long as millions.
+int64_t grain(int64_t least, int64_t multiplications) {
+  static const char* const policy = std::getenv("OMP_WAIT_POLICY");
+  static const bool is_passive = policy && (*policy == 'p' || *policy == 'P');
+  constexpr int64_t kWaking = int64_t{1} << 23;
+  return is_passive ? std::max(least, kWaking / std::max<int64_t>(1, multiplications)) : least;
+}
+constexpr int64_t kSerialRows = 32;  // of tokens whose inputs one thread prepares sooner than two
+
 void compute(DecodedLayer& z, const Format& format, bool has_tiles) {
   const int64_t rows = z.rows(), heads = z.attention.B * z.attention.N;
   for (int step = 0; step < z.kSteps; step++) {
-    for_all(rows, 4, false, [&](int64_t row) { format.prepare(z, step, row); });
-    for_all(z.units(step), 4, has_tiles, [&](int64_t unit) { format.multiply(z, step, unit); });
+    for_all(rows, kSerialRows, false, [&](int64_t row) { format.prepare(z, step, row); });
+    const int64_t per_unit = z.kUnit * z.inputs(step) * rows;
+    for_all(z.units(step), grain(4, per_unit), has_tiles, [&](int64_t unit) { format.multiply(z, step, unit); });
     if (step) continue;
-    for_all(rows, 4, false, [&](int64_t row) { format.split(z, row); });
-    for_all(heads, 1, false, [&](int64_t task) { format.decode(z.attention, task); });
+    for_all(rows, kSerialRows, false, [&](int64_t row) { format.split(z, row); });
+    const int64_t per_head = 16 * z.attention.T * z.attention.S * z.attention.H;  // keys and values are read from RAM
+    for_all(heads, grain(1, per_head), false, [&](int64_t task) { format.decode(z.attention, task); });
   }
-  for_all(rows, 4, false, [&](int64_t row) { format.prepare(z, z.kSteps, row); });
+  for_all(rows, kSerialRows, false, [&](int64_t row) { format.prepare(z, z.kSteps, row); });
 }
 
 // All layers for few new tokens; returns the result of each, (L, B, T, D). Of each layer, `weights` are the matrices
