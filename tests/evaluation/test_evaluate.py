@@ -217,7 +217,7 @@ def test_evaluate_has_no_side_effects(run: Run, training: bool, monkeypatch: pyt
         assert not model.training
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(run.model), "run_layers", interrupt)
+    monkeypatch.setattr(type(run.model), "embed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, split)
     assert run.model.training is training
