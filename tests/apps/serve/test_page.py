@@ -168,8 +168,13 @@ def go_on(tab, max_tokens: int = 12, seed: int = 5) -> None:
     settled(tab)
 
 
+def shown(tab, selector: str, value: str = "textContent") -> list[str]:
+    """What every such element shows; at one moment, as the page puts new ones in the place of what a locator found."""
+    return tab.evaluate(f"selector => Array.from(document.querySelectorAll(selector), one => one.{value})", selector)
+
+
 def text_of(tab) -> str:
-    return "\n".join(tab.locator(".line").evaluate_all("all => all.map(line => line.textContent)"))
+    return "\n".join(shown(tab, ".line"))
 
 
 def kept(tab) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def chosen(tab, name: str) -> None:
 
 def bars(tab, name: str) -> list[tuple[str, float]]:
     """The labels of a list of bars, and the numbers that are first beside them."""
-    rows = [row.rsplit("\n", 1) for row in tab.locator(f"#{name} li").all_inner_texts()]
+    rows = [row.rsplit("\n", 1) for row in shown(tab, f"#{name} li", "innerText")]
     return [(label.strip(), float(re.split("[, ]", value)[0])) for label, value in rows]
 
 
@@ -326,7 +331,7 @@ def test_three_paintings_by_key_mouse_and_touch(tab, served, run: Run) -> None:
     tab.keyboard.press("Alt+1")
     shorter = by_character(PROMPT, bits(run, PROMPT, 16))
     np.testing.assert_allclose(levels(tab), -np.minimum(12, shorter), atol=0.51)
-    titles = tab.locator("#curve title").all_text_contents()
+    titles = shown(tab, "#curve title")
     means = {memory: f"{bits(run, PROMPT, memory).mean():.3f}" for memory in LENGTHS}
     assert titles == [f"memory of {memory} tokens: {mean} bits per token" for memory, mean in means.items()]
     tab.locator("#curve circle[data-memory='11']").click()
@@ -424,15 +429,16 @@ def test_typing_stops_the_model_and_undo_takes_its_text_back_at_once(tab) -> Non
     tab.keyboard.press("Control+Enter")
     tab.locator("#go", has_text="Stop").wait_for()
     assert text_of(tab) == "a"
-    tab.unroute("**/completions")
     tab.keyboard.type("-")
+    tab.locator("#go", has_text="Continue").wait_for()  # until then the model's request may not have been sent
+    tab.unroute("**/completions")
     settled(tab)
     assert bytes(ids_of(tab)) == b"a-bc"
     assert tab.locator("#error").is_hidden()
 
 
 def nodes(tab) -> list[str]:
-    return [text[2:] for text in tab.locator("#tree button.node").all_inner_texts()]
+    return [text[2:] for text in shown(tab, "#tree button.node", "innerText")]
 
 
 def test_branches_are_a_fork(tab, run: Run) -> None:
