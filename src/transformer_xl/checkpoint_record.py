@@ -102,6 +102,8 @@ class Numerics(Settings):
     """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
     dropout_kernel: Literal["native", "torch"] = "torch"
     """The implementation of dropout on a CPU; earlier versions had one."""
+    norm_kernel: Literal["native", "torch"] = "torch"
+    """The implementation of RMSNorm on a CPU; earlier versions had one."""
 
 
 class CheckpointRecord(Numerics):

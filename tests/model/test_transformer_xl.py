@@ -18,7 +18,7 @@ from transformer_xl.config import TransformerXLConfig, load_recipe
 from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.ops.dropout import dropout_kernel
+from transformer_xl.ops.native import chosen
 
 # pre-norm: LayerNorm at the start of each residual branch, not after it, and (by default) after the last layer;
 # untied biases: each layer has its own content and position bias
@@ -137,7 +137,7 @@ def test_dropout_is_applied_as_in_the_authors_code(make_model, tokens, monkeypat
 
     for target in ("torch.nn.functional.dropout", "transformer_xl.ops.dropout._mask"):
         monkeypatch.setattr(target, recorded(pkgutil.resolve_name(target)))
-    with dropout_kernel("torch"):  # the native operator is where the other is
+    with chosen(dropout="torch"):  # the native operator is where the other is
         model(tokens(3, 5))
     # shapes: probabilities (B, N, T, S), attention output, feed-forward after ReLU, feed-forward output
     layer = [((3, 2, 5, 16), 0.25), ((3, 5, 14), 0.5), ((3, 5, 19), 0.5), ((3, 5, 14), 0.5)]

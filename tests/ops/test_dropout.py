@@ -9,13 +9,14 @@ import pytest
 import torch
 from native_operators import NATIVE, needs_native
 
-from transformer_xl.ops.dropout import FastDropout, dropout_kernel
+from transformer_xl.ops.dropout import FastDropout
+from transformer_xl.ops.native import chosen
 
 
 @pytest.fixture(params=["torch", NATIVE])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test with each implementation of dropout on a CPU."""
-    with dropout_kernel(request.param):
+    with chosen(dropout=request.param):
         yield request.param
 
 

@@ -1,7 +1,7 @@
 // Calls the functions of the table TXL_KERNELS of kernels.cpp with one thread and with several, and compares their
 // results bit by bit.
 //
-//     kernels_in_threads FUNCTION...    drop, attention (both passes), decode, layer
+//     kernels_in_threads FUNCTION...    drop, norm, attention (both passes), decode, layer
 //
 // It is linked with kernels.cpp, as operators.cpp is, but its threads are plain ones and its products loops, so that a
 // sanitizer sees all of them. Each tensor is an allocation of its own. `make sanitize` runs it.
@@ -250,10 +250,29 @@ void drop(const Format& format, int64_t count, bool relu) {
 }
 
 template <class T, class A>
+void rms_norm(const Format& format, int64_t rows, int64_t width) {
+  const std::vector<T> x = random<T>(rows * width), gradient = random<T>(rows * width);
+  const std::vector<A> weight = random<A>(width);
+  std::vector<T> out(rows * width), dx(rows * width);
+  std::vector<A> factors(rows);
+  RmsNorm z{x.data(), weight.data(), nullptr, nullptr, factors.data(), nullptr, rows, width, 1e-5};
+  std::vector<A> dweight(z.tasks() * width);
+  Results forward, backward;
+  forward.add(factors), z.result = forward.add(out);
+  RmsNorm dz = z;
+  dz.dout = gradient.data(), dz.result = backward.add(dx), dz.dweight = backward.add(dweight);
+  forward.compare([&](int threads) { parallel(threads, z.tasks(), [&](int64_t task) { format.rms_norm(z, task); }); });
+  backward.compare([&](int threads) { parallel(threads, z.tasks(), [&](int64_t task) { format.rms_norm(dz, task); }); });
+}
+
+template <class T, class A>
 void run(const std::string& function, const Format& format, bool has_layer = true) {
   if (function == "drop")
     for (const int64_t count : {1, 7, 16384, 3 * 16384 + 5})
       for (const bool relu : {false, true}) drop<T>(format, count, relu);
+  if (function == "norm")
+    for (const int64_t rows : {1, 256, 3 * 256 + 5})
+      for (const int64_t width : {1, 22, 64}) rms_norm<T, A>(format, rows, width);
   for (const Case& c : kCases)
     for (const bool columns : {false, true}) {
       if (function == "attention") attention<T, A>(format, c, columns);

@@ -50,7 +50,7 @@ PATHS: dict[str, tuple[set[str], dict[str, str]]] = {
     "AVX512, bfloat16 products in float32": (_AVX512, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
     "AVX512, bfloat16 products": ({*_AVX512, "avx512_bf16"}, {}),
 }
-FUNCTIONS = ("drop", "attention", "decode", "layer")
+FUNCTIONS = ("drop", "norm", "attention", "decode", "layer")
 
 Edits = Sequence[tuple[str, str]]
 BUFFERS: Edits = [
@@ -103,6 +103,7 @@ TESTS = [
     "tests/ops/test_relative_attention.py::test_several_blocks_equal_the_reference_kernel",
     "tests/ops/test_relative_attention.py::test_queries_without_keys_spoil_nothing[native]",
     "tests/ops/test_dropout.py",
+    "tests/model/test_norm.py",
     "tests/training/test_numerics.py",
     "tests/training/test_resume.py::test_run_is_resumed_with_the_operators_it_began_with",
     # without optimization, sums have another order, and larger errors

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.ops.dropout import dropout_kernel
+from transformer_xl.ops.native import chosen
 from transformer_xl.training.cost import find_cutoffs, step_cost
 
 # counts of 10,007 tokens by Zipf's law, with an exponent above 1 so that cutoffs save more than half of the logits
@@ -106,7 +106,7 @@ def test_activation_bytes_are_those_of_a_real_step():
         saved[tensor.untyped_storage().data_ptr()] = tensor  # by address: several views are counted once
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), dropout_kernel("torch"):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), chosen(dropout="torch"):
         model.nats(model(tokens_BT, memory)[0], tokens_BT).sum()
     addresses = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     expected = sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in addresses)

@@ -33,17 +33,17 @@ class OtherProcess(DistributedContext):
 
     def gather(self, value: Any) -> list[Any]:
         slowest = "sdpa" if value.attn_implementation else None
-        return [value, Numerics(attn_implementation=slowest, matmul_library="blas", dropout_kernel="torch")]
+        return [value, Numerics(attn_implementation=slowest, matmul_library="blas")]
 
 
 @pytest.mark.parametrize("setting", ["auto", None])
 def test_processes_take_what_all_of_them_have(monkeypatch: pytest.MonkeyPatch, setting: str | None) -> None:
     monkeypatch.setattr("transformer_xl.training.numerics.packs", lambda _: True)
     monkeypatch.setattr("transformer_xl.training.numerics.fastest_matmul_library", lambda: "onednn")
-    monkeypatch.setattr("transformer_xl.training.numerics.fastest_dropout_kernel", lambda: "native")
+    monkeypatch.setattr("transformer_xl.training.numerics.fastest", lambda: "native")
     alone, together = (
         choose_numerics(setting, CPU, "float32", world) for world in (DistributedContext(), OtherProcess())
     )
-    assert (alone.matmul_library, alone.dropout_kernel) == ("onednn", "native")
+    assert (alone.matmul_library, alone.dropout_kernel, alone.norm_kernel) == ("onednn", "native", "native")
     assert alone.attn_implementation in ("native", "cpu") if setting else alone.attn_implementation is None
     assert together == Numerics(attn_implementation="sdpa" if setting else None)

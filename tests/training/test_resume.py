@@ -105,8 +105,9 @@ def test_run_is_resumed_with_the_matmul_library_it_began_with(
         assert resumed.stepper.numerics.matmul_library == "blas"
 
 
-# models with attention, and without, whose dropout is all that the native operators compute; the field of Numerics
+# models with attention, and without, and what the native operators compute of them; the field of Numerics
 ATTENTION: dict[str, Any] = {"attention_dropout": 0.3}
+NORM: dict[str, Any] = {"qk_norm": True}
 LSTM: dict[str, Any] = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "dropout": 0.3}
 
 
@@ -118,6 +119,8 @@ LSTM: dict[str, Any] = {"architecture": "lstm", "n_layers": 2, "d_model": 14, "d
         (ATTENTION, "attn_implementation", "cpu"),
         (LSTM, "dropout_kernel", "native"),
         (LSTM, "dropout_kernel", "torch"),
+        (NORM, "norm_kernel", "native"),
+        (NORM, "norm_kernel", "torch"),
     ],
 )
 def test_run_is_resumed_with_the_operators_it_began_with(

@@ -1,7 +1,8 @@
 """RMSNorm, with a gradient of few passes over the tensor.
 
-torch computes RMSNorm on a CPU from single operators, and their gradients one by one. Written as one function, with
-only the input and a number for each row kept for the backward pass, both passes together take half of the time.
+torch computes RMSNorm on a CPU from single operators, and their gradients one by one. The native operators need one
+pass each way. Where they are not, it is written as one function, with only the input and a number for each row kept for
+the backward pass; then both passes together take half of torch's time.
 
 Shape suffixes: X any number of rows, H width.
 """
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from transformer_xl.ops import native
+from transformer_xl.ops.linear import is_transformed
+
 
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm, computed in the dtype of its weight and returned in that of its input.
@@ -28,9 +32,16 @@ class RMSNorm(nn.RMSNorm):
         """Return a tensor of the shape and dtype of x, whose last dimension is normalized."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():  # torch has a kernel, or makes one
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        is_native = (
+            self.weight.dtype == torch.promote_types(x.dtype, torch.float32)
+            and x.dtype in native.DTYPES
+            and native.takes("norm")
+            and not is_transformed()
+        )
+        normalized = native.operators().rms_norm if is_native else _normalized
         if torch.is_grad_enabled():
-            return _RMSNormFunction.apply(x, self.weight, self.eps)
-        return _normalized(x, self.weight, self.eps)[0]
+            return _RMSNormFunction.apply(x, self.weight, self.eps, normalized)
+        return normalized(x, self.weight, self.eps)[0]
 
 
 def _normalized(x_XH: Tensor, weight_H: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
@@ -44,20 +55,23 @@ def _normalized(x_XH: Tensor, weight_H: Tensor, eps: float | None) -> tuple[Tens
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, x_XH: Tensor, weight_H: Tensor, eps: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        out_XH, scale_X1 = _normalized(x_XH, weight_H, eps)
-        ctx.save_for_backward(x_XH, scale_X1, weight_H)
+    def forward(ctx: Any, x_XH: Tensor, weight_H: Tensor, eps: float, normalized: Any) -> Tensor:  # pyrefly: ignore[bad-override]
+        out_XH, scale = normalized(x_XH, weight_H, eps)
+        ctx.save_for_backward(x_XH, scale, weight_H)
+        ctx.is_native = normalized is not _normalized
         return out_XH
 
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: Any, dout_XH: Tensor) -> tuple[Tensor, Tensor, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, dout_XH: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyrefly: ignore[bad-override]
         x_XH, scale_X1, weight_H = ctx.saved_tensors
+        if ctx.is_native:
+            return *native.operators().rms_norm_backward(dout_XH, x_XH, weight_H, scale_X1), None, None
         dout_XH = dout_XH.to(weight_H.dtype)
         normalized_XH = x_XH.to(weight_H.dtype) * scale_X1
         dweight_H = (dout_XH * normalized_XH).reshape(-1, len(weight_H)).sum(0)
         dnormalized_XH = dout_XH * weight_H
         inner_X1 = (dnormalized_XH * normalized_XH).mean(-1, keepdim=True)
         dx_XH = dnormalized_XH.sub_(normalized_XH.mul_(inner_X1)).mul_(scale_X1)
-        return dx_XH.to(x_XH.dtype), dweight_H, None
+        return dx_XH.to(x_XH.dtype), dweight_H, None, None

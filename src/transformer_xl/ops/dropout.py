@@ -13,10 +13,7 @@ Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,27 +24,6 @@ from typing_extensions import override
 from transformer_xl.ops import native
 
 _BITS = 16  # random bits for each element
-_NATIVE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-DropoutKernel = Literal["native", "torch"]
-"""An implementation of dropout on a CPU."""
-
-_kernel = ContextVar[DropoutKernel | None]("kernel", default=None)
-
-
-def fastest_dropout_kernel() -> DropoutKernel:
-    """Return the faster implementation of dropout on this computer."""
-    return "torch" if native.operators() is None else "native"
-
-
-@contextmanager
-def dropout_kernel(kernel: DropoutKernel) -> Iterator[None]:
-    """Within this context, use an implementation of dropout, if it is there, in place of the fastest."""
-    token = _kernel.set(kernel)
-    try:
-        yield
-    finally:
-        _kernel.reset(token)
 
 
 class FastDropout(nn.Module):
@@ -79,8 +55,7 @@ class FastDropout(nn.Module):
             if not self.variational:
                 return F.dropout(x, self.p)
             return x * F.dropout(torch.ones_like(x.narrow(token_dim, 0, 1)), self.p)
-        is_native = _kernel.get() != "torch" and native.operators() is not None and x.dtype in _NATIVE_DTYPES
-        if is_native and not self.variational:
+        if not self.variational and x.dtype in native.DTYPES and native.takes("dropout"):
             return _NativeDropout.apply(x, self.p, self.relu)
         return _Dropout.apply(x, self.p, self.relu, token_dim if self.variational else None)
 

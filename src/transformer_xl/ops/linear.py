@@ -81,11 +81,11 @@ def takes_onednn(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool
         and (_library.get() or fastest_matmul_library()) == "onednn"
         and packs(torch.float32)
         and bool(torch.backends.mkldnn.enabled)
-        and not _is_transformed()
+        and not is_transformed()
     )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether torch.func or forward-mode differentiation is at work, for which `_OneDNNLinear` has no rules."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 

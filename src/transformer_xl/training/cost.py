@@ -24,7 +24,7 @@ from transformer_xl.config import ModelConfig
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.ops.cross_entropy import without_chunks
-from transformer_xl.ops.dropout import dropout_kernel
+from transformer_xl.ops.native import chosen
 
 _MIN_HEAD_SHARE = 0.9  # minimum share of the text's tokens in the head, which has the widest embeddings
 _MAX_TAILS = 3  # as in the authors' code; a fourth tail saves almost nothing
@@ -128,7 +128,7 @@ def step_cost(
         saved_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
-    with dropout_kernel("torch"):
+    with chosen(dropout="torch"):
         model, memory = _run_step(config, *shape, torch.autograd.graph.saved_tensors_hooks(record, lambda x: x))
     parameters = model.num_parameters()
     parameter_storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}

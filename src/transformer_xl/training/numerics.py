@@ -1,4 +1,4 @@
-"""Chooses the implementations that a run computes with: attention kernel, library of matrix products, dropout.
+"""Chooses the implementations that a run computes with: attention kernel, library of products, dropout, RMSNorm.
 
 All compute the same up to rounding, but kernels of attention and of dropout draw other dropout masks. So a new run
 takes the first that is there in a fixed order, the fastest first, and records it with its checkpoints, and a resumed
@@ -7,15 +7,19 @@ run goes on with what is recorded where that is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from transformer_xl.checkpoint_record import Numerics
 from transformer_xl.device import Precision, resolve_dtype
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.ops.dropout import FastDropout, fastest_dropout_kernel
+from transformer_xl.model.norm import RMSNorm
+from transformer_xl.ops.dropout import FastDropout
 from transformer_xl.ops.kernels import KERNELS, choose
-from transformer_xl.ops.linear import fastest_matmul_library, packs
-from transformer_xl.ops.native import status
+from transformer_xl.ops.linear import fastest_matmul_library, matmul_library, packs
+from transformer_xl.ops.native import chosen, fastest, status
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 
 # from the fastest; the last works everywhere
@@ -23,6 +27,7 @@ _ORDERS = {
     "attn_implementation": [None, *KERNELS],
     "matmul_library": ["onednn", "blas"],
     "dropout_kernel": ["native", "torch"],
+    "norm_kernel": ["native", "torch"],
 }
 
 
@@ -51,11 +56,13 @@ def choose_numerics(
         if kernel not in KERNELS or not KERNELS[kernel].fits(device, dtype):
             kernel = choose("auto", device, dtype).name
     library = fastest_matmul_library() if recorded is None else recorded.matmul_library
-    dropout = fastest_dropout_kernel() if recorded is None else recorded.dropout_kernel
+    native = {name: fastest() for name in ("dropout_kernel", "norm_kernel")}
+    if recorded is not None and fastest() == "native":
+        native = {name: getattr(recorded, name) for name in native}
     preferred = Numerics(
         attn_implementation=kernel,
         matmul_library=library if packs(torch.float32) else "blas",
-        dropout_kernel=dropout if fastest_dropout_kernel() == "native" else "torch",
+        **native,
     )
     everywhere = world.gather(preferred)
     slowest = {
@@ -64,19 +71,31 @@ def choose_numerics(
     return preferred.model_copy(update=slowest)
 
 
+@contextmanager
+def computing_with(numerics: Numerics) -> Iterator[None]:
+    """Within this context compute products, dropout and RMSNorm as recorded, forward and backward."""
+    kernels = chosen(dropout=numerics.dropout_kernel, norm=numerics.norm_kernel)
+    with matmul_library(numerics.matmul_library), kernels:
+        yield
+
+
 def differences(recorded: Numerics, used: Numerics, model: LanguageModel) -> list[str]:
     """Say what of the recorded implementations is not available here, where it matters.
 
     Args:
         recorded: what a checkpoint was trained with.
         used: what training goes on with.
-        model: the model; dropout matters only if it has some.
+        model: the model; dropout and RMSNorm matter only if it has some.
     """
-    has_dropout = any(isinstance(m, FastDropout) and m.p and not m.variational for m in model.modules())
+    unused = set[str]()
+    if not any(isinstance(m, FastDropout) and m.p and not m.variational for m in model.modules()):
+        unused.add("dropout_kernel")
+    if not any(isinstance(m, RMSNorm) for m in model.modules()):
+        unused.add("norm_kernel")
     missing = [
         f"{name.replace('_', ' ')} {value}"
         for name, value in recorded
-        if value not in (None, getattr(used, name)) and (name != "dropout_kernel" or has_dropout)
+        if value not in (None, getattr(used, name)) and name not in unused
     ]
     return [
         f"the checkpoint was trained with {what}, which is not available here (native operators: {status().text}): "

@@ -32,8 +32,6 @@ from transformer_xl.config import FinetuneConfig, TrainConfig, UserError
 from transformer_xl.device import autocast, to_device
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.ops.dropout import dropout_kernel
-from transformer_xl.ops.linear import matmul_library
 from transformer_xl.text.segments import Batch, DatasetPosition, Shard, TokenDataset
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import StepBatch, read_batch, trained_targets
@@ -47,7 +45,7 @@ from transformer_xl.training.distributed import (
     set_random_state,
     shard_rows,
 )
-from transformer_xl.training.numerics import choose_numerics, differences
+from transformer_xl.training.numerics import choose_numerics, computing_with, differences
 from transformer_xl.training.optimizers import (
     build_optimizers,
     empty_optimizer_state,
@@ -223,7 +221,7 @@ class Stepper:
             rows = slice(indices.start, indices.stop)
             self.world.set_gradient_sync(self.wrapped_model, indices is self.micro_batches[-1])
             # around the backward pass too, as layers may be computed again in it
-            with matmul_library(self.numerics.matmul_library), dropout_kernel(self.numerics.dropout_kernel):
+            with computing_with(self.numerics):
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.wrapped_model(
                         *(inputs_BX[rows], targets_BT[rows], memory, done),

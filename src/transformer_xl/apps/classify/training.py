@@ -39,8 +39,6 @@ from transformer_xl.evaluation.score import Texts
 from transformer_xl.files import as_path, lock_folder, remove_leftovers, write_json
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.model_with_memory import init_weights
-from transformer_xl.ops.dropout import dropout_kernel
-from transformer_xl.ops.linear import matmul_library
 from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.reader import Reader
 from transformer_xl.run import Run
@@ -51,6 +49,7 @@ from transformer_xl.text.tokenizers import TokenArray
 from transformer_xl.training.checkpoint import load_checkpoint, save_checkpoint
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.finetune import base_record, open_base, tuned_settings
+from transformer_xl.training.numerics import computing_with
 from transformer_xl.training.schedules import set_step_rates
 from transformer_xl.training.stepper import Stepper
 from transformer_xl.training.train import TrainResult, ignore, stop_signals
@@ -309,7 +308,7 @@ class DocumentStepper(Stepper):
             epoch, place = divmod(self.num_steps * size + len(rows), number)
             rows += _random_order(number, self.config.seed, epoch)[place : place + size - len(rows)]
         set_step_rates(self.optimizers, self.num_steps, self.config)
-        with matmul_library(self.numerics.matmul_library), dropout_kernel(self.numerics.dropout_kernel):
+        with computing_with(self.numerics):
             parts = [self.examples.select([rows[index] for index in part]) for part in self.micro_batches]
             nats = torch.stack([self.backward(part) for part in parts]).sum()
         self._clip_and_apply()

@@ -1,6 +1,7 @@
-"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of few tokens, and dropout.
+"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of few tokens, dropout, RMSNorm.
 
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
+    native.takes(kind)     whether dropout or RMSNorm is computed by them here
     native.build.build()   compiles them; only `txl info --build-native` does
 
 The package works whole without them: `ops/kernels/cpu.py` and torch compute the same. They are loaded once in a
@@ -13,9 +14,11 @@ switches them off.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -78,6 +81,34 @@ def operators() -> Any:
     return status().operators
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+"""Dtypes of tensors that the operators compute with."""
+NativeOrTorch = Literal["native", "torch"]
+"""What computes an operator on a CPU."""
+
+_chosen = ContextVar[dict[str, NativeOrTorch]]("chosen", default={})  # noqa: B039, never changed in place
+
+
+def fastest() -> NativeOrTorch:
+    """Return what is faster on this computer."""
+    return "torch" if operators() is None else "native"
+
+
+@contextmanager
+def chosen(**kinds: NativeOrTorch) -> Iterator[None]:
+    """Within this context compute `dropout` or `norm` with these, if they are there, in place of the fastest."""
+    token = _chosen.set({**_chosen.get(), **kinds})
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def takes(kind: str) -> bool:
+    """Return whether the native operators compute `dropout` or `norm`."""
+    return _chosen.get().get(kind) != "torch" and operators() is not None
+
+
 def _register() -> None:
     """Tell torch the shapes of the results, for the meta device and torch.compile, and the gradients of attention."""
     library, name = torch.library, "transformer_xl_native::attention"
@@ -85,6 +116,7 @@ def _register() -> None:
     library.register_fake(f"{name}_backward", _gradient_shapes)
     library.register_fake(f"{name}_decode", _like)
     library.register_fake("transformer_xl_native::dropout", _same_shape)
+    library.register_fake("transformer_xl_native::rms_norm", _normalized_shapes)
     library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
     library.register_autograd(f"{name}_backward", _refuse_second_derivative)
@@ -96,6 +128,11 @@ def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
 
 def _same_shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _normalized_shapes(x_XH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x_XH.dtype, torch.float32)
+    return x_XH.new_empty(x_XH.shape), x_XH.new_empty(x_XH.shape[:-1].numel(), dtype=dtype)
 
 
 def _states(x_BTD: Tensor, *arguments: Any) -> Tensor:

@@ -104,6 +104,38 @@ void drop(const Dropout& z, int64_t task) {
   }
 }
 
+template <class T, class A>
+void rms_norm(const RmsNorm& z, int64_t task) {
+  const A *const weight = static_cast<const A*>(z.weight), width = static_cast<A>(z.width);
+  A *const factors = static_cast<A*>(z.factor), *const dweight = z.dout ? static_cast<A*>(z.dweight) + task * z.width : nullptr;
+  for (int64_t h = 0; h < z.width && dweight; h++) dweight[h] = 0;
+  for (int64_t row = task * z.kUnit; row < smaller((task + 1) * z.kUnit, z.rows); row++) {
+    const T* const x = static_cast<const T*>(z.x) + row * z.width;
+    T* const to = static_cast<T*>(z.result) + row * z.width;
+    A sum = 0;
+    if (!z.dout) {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t h = 0; h < z.width; h++) sum += widen(x[h]) * widen(x[h]);
+      const A factor = factors[row] = 1 / std::sqrt(sum / width + static_cast<A>(z.eps));
+#pragma omp simd
+      for (int64_t h = 0; h < z.width; h++) to[h] = narrow<T>(widen(x[h]) * factor * weight[h]);
+      continue;
+    }
+    const T* const dout = static_cast<const T*>(z.dout) + row * z.width;
+    const A factor = factors[row];
+#pragma omp simd reduction(+ : sum)
+    for (int64_t h = 0; h < z.width; h++) {
+      const A gradient = widen(dout[h]), normalized = widen(x[h]) * factor;
+      dweight[h] += gradient * normalized;
+      sum += gradient * weight[h] * normalized;
+    }
+    const A mean = sum / width;
+#pragma omp simd
+    for (int64_t h = 0; h < z.width; h++)
+      to[h] = narrow<T>((widen(dout[h]) * weight[h] - widen(x[h]) * factor * mean) * factor);
+  }
+}
+
 enum Slot { kQc, kQp, kKeys, kKeyRows, kValues, kDistances, kDistanceRows, kWide, kP, kOut, kGrad, kGradT, kQcT, kQpT,
             kDp, kDs, kPacked, kDkT, kDvT, kDrT, kDqc, kDqp, kInverse, kArranged, kSlots };
 
@@ -840,7 +872,7 @@ struct Decoder {
 
 template <class T, class P, class A>
 constexpr Format format() {
-  return {&drop<T, A>,
+  return {&drop<T, A>, &rms_norm<T, A>,
           [](const Attention& z, int64_t task) {
             const Head<T, P, A> head(z, task);
             z.dropout > 0 ? head.template forward<true>() : head.template forward<false>();

@@ -78,8 +78,21 @@ struct Dropout {
   static constexpr int64_t kUnit = 16384;  // elements of a task
 };
 
+// RMSNorm of rows as they are stored. With `dout` it is the backward pass, of which each task sums up its rows for dweight.
+struct RmsNorm {
+  const void *x, *weight, *dout;  // weight in the type of sums
+  void* result;                   // normalized x, or the gradient of x
+  void* factor;                   // (rows) of sums: what the forward pass multiplied each row with
+  void* dweight;                  // (tasks, width) of sums
+  int64_t rows, width;
+  double eps;
+  static constexpr int64_t kUnit = 256;  // rows of a task
+  int64_t tasks() const { return (rows + kUnit - 1) / kUnit; }
+};
+
 struct Format {
   void (*drop)(const Dropout&, int64_t task);
+  void (*rms_norm)(const RmsNorm&, int64_t task);
   void (*forward)(const Attention&, int64_t task);
   void (*backward)(const Attention&, int64_t task);
   void (*decode)(const Attention&, int64_t task);  // a task is a batch row and head; no dropout, nothing is packed

@@ -135,6 +135,37 @@ Tensor dropout(const Tensor& x, const OptionalTensor& seed, double p, bool relu,
   return result;
 }
 
+std::tuple<Tensor, Tensor> rms_norm_of(const Tensor& x, const Tensor& weight, const OptionalTensor& dout,
+                                       const OptionalTensor& factor, double eps) {
+  const ScalarType type = x.scalar_type(), sums = type == ScalarType::Double ? type : ScalarType::Float;
+  const Tensor input = made_contiguous(x), scale = made_contiguous(weight), gradient = dout ? made_contiguous(*dout) : input;
+  RmsNorm z{};
+  z.width = weight.numel();
+  require(x.dim() && weight.dim() == 1 && z.width && x.size(x.dim() - 1) == z.width && weight.scalar_type() == sums,
+          "wrong weight of RMSNorm");
+  z.rows = x.numel() / z.width, z.eps = eps;
+  require(gradient.sizes().equals(x.sizes()) && gradient.scalar_type() == type, "wrong gradient of RMSNorm");
+  require(!dout || (factor && factor->numel() == z.rows && factor->scalar_type() == sums && factor->is_contiguous()),
+          "wrong factors of RMSNorm");
+  const Tensor result = empty(x.sizes(), type), factors = dout ? *factor : empty({z.rows}, sums);
+  const Tensor dweight = empty({dout ? z.tasks() : 0, z.width}, sums);
+  z.x = input.const_data_ptr(), z.weight = scale.const_data_ptr(), z.dout = dout ? gradient.const_data_ptr() : nullptr;
+  z.result = result.data_ptr(), z.factor = factors.data_ptr(), z.dweight = dweight.data_ptr();
+  const Format& format = format_of(type);
+  for_all(z.tasks(), 2, false, [&](int64_t task) { format.rms_norm(z, task); });
+  const int64_t first = 0;
+  return {result, dout ? torch::stable::sum(dweight, Sizes(&first, 1)) : factors};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  return rms_norm_of(x, weight, {}, {}, eps);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dout, const Tensor& x, const Tensor& weight,
+                                             const Tensor& factor) {
+  return rms_norm_of(x, weight, dout, factor, 0);
+}
+
 // A tensor (B, X, N, H), (X, N, H) or (N, H) as the kernels read it
 struct Strided {
   View view;
@@ -355,6 +386,8 @@ STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
       "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, "
       "Tensor? stop_key, Tensor? seed, float dropout, int num_clamped, int num_later) -> Tensor[]");
   m.def("dropout(Tensor x, Tensor? seed, float p, bool relu, Tensor? kept) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("rms_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor factor) -> (Tensor, Tensor)");
   m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
   m.def(
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
@@ -369,6 +402,8 @@ STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
   m.impl("attention", TORCH_BOX(&txl::attention));
   m.impl("attention_backward", TORCH_BOX(&txl::attention_backward));
   m.impl("dropout", TORCH_BOX(&txl::dropout));
+  m.impl("rms_norm", TORCH_BOX(&txl::rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&txl::rms_norm_backward));
   m.impl("attention_decode", TORCH_BOX(&txl::attention_decode));
   m.impl("decode_layers", TORCH_BOX(&txl::decode_layers));
 }
