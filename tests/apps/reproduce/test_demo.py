@@ -29,14 +29,17 @@ RECIPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """The JSON output and the report of a demo on a small text."""
+@pytest.fixture(scope="module", params=[256, 300])
+def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[dict[str, Any], Path]:
+    """The JSON output and the report of a demo on a small text, of bytes and of byte-pair tokens."""
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe = {**RECIPE, "model": {**RECIPE["model"], "vocab_size": request.param}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "text.txt").write_text("".join(f"<line {number}>\n" for number in range(400)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "prepare", lambda _, out: prepare(folder / "text.txt", out, tokenizer="byte"))
+        patch.setattr(
+            demo, "prepare", lambda _, out, tokenizer: prepare(folder / "text.txt", out, tokenizer=tokenizer or "byte")
+        )
         patch.setattr(demo, "PROMPT", "class <Queue>:")
         words = ["demo", "--recipe", folder / "recipe.yaml", "--out", folder / "out", "--max-tokens=100", "--json"]
         result = txl(*words, "--device=cpu")
@@ -53,7 +56,10 @@ def test_report_has_parameters_settings_machine_and_date(report: tuple[dict[str,
     facts = dict(re.findall(r'<tr><th scope="row">(.*?)</th><td>(.*?)</td></tr>', page))
     assert facts["parameters"] == f"{values['parameters']:,}"
     assert facts["date"] == values["date"]
-    assert {"3 steps of 2 x 8 bytes", "learning rate 0.002 (cosine)"} <= set(re.split(", (?!float)", facts["training"]))
+    assert re.search("vocabulary of (256 bytes|300 byte-pair tokens)", facts["model"])
+    assert {"3 steps of 2 x 8 tokens", "learning rate 0.002 (cosine)"} <= set(
+        re.split(", (?!float)", facts["training"])
+    )
     assert unescape(facts["processor"]).startswith(
         f"{machine['processor']} ({machine['machine']}); cores: {values['cores']}, "
     )
@@ -66,7 +72,7 @@ def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[di
     values, file = report
     whole, curve = values["test"], {scores["memory_length"]: scores for scores in values["by_memory_length"]}
     assert list(curve) == [0, 2, 4, 8, 16, 32]
-    assert [scores["bytes"] for scores in (whole, *curve.values())] == [100] * 7
+    assert [scores["tokens"] for scores in (whole, *curve.values())] == [100] * 7
     assert whole["memory_length"] == 4
     assert "with memory length 4 (evaluation.memory_length of the run)" in file.read_text()
     assert whole["bits_per_byte"] == curve[4]["bits_per_byte"]
@@ -109,7 +115,7 @@ def test_differences_within_the_spread_are_called_none(report: tuple[dict[str, A
 def test_attention_is_that_of_one_pass_over_the_text(run_of: Any) -> None:
     """The maps are of all inputs from the first on; with segments of 7, that of byte 200 begins with the 197th."""
     text, run = bytes(range(32, 127)) * 3, run_of(ByteTokenizer(), max_ngram=3, ngram_buckets=31, d_ngram=5)
-    said, shown = map(unescape, demo._attention(run, text, 200))
+    said, shown = map(unescape, demo._attention(run, np.frombuffer(text, np.uint8), 200))
     share, head, layer = map(int, re.search(r"got (\d+)% of the attention of head (\d+) of layer (\d+)", said).groups())
     assert "follows these 16. The first 11 of them were in memory" in said
     spans = re.findall(r'title="([\d.]+)%" style.*?>(.)', shown)
@@ -124,7 +130,7 @@ def test_attention_is_that_of_one_pass_over_the_text(run_of: Any) -> None:
     percents = 100 * p_LNK[layer, head]
     assert [float(percent) for percent, _ in spans] == pytest.approx(percents, abs=0.006)
     assert share == round(percents[:11].sum())
-    assert demo._attention(run, text, 5) == []  # no memory yet
+    assert demo._attention(run, np.frombuffer(text, np.uint8), 5) == []  # no memory yet
 
 
 def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], browser: Any) -> None:

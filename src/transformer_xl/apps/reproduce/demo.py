@@ -37,11 +37,12 @@ from transformer_xl.run import Run
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
+from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.training.train import TrainResult, train
 
-COLUMNS = ["model or command", "bits per byte", "bytes/s"]
+COLUMNS = ["model or command", "bits per byte", "tokens/s"]
 """Columns of the table of results."""
-CURVE_COLUMNS = ["memory length", "bits per byte", "against as trained", "bytes/s"]
+CURVE_COLUMNS = ["memory length", "bits per byte", "against as trained", "tokens/s"]
 """Columns of the table of results by memory length."""
 PROMPT = "class Queue:\n    def __init__(self"
 """Start of the generated sample."""
@@ -50,9 +51,10 @@ _CURVE_TOKENS = 131_072  # test tokens scored with each memory length, from the 
 _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
 _PARTS = 16  # of that text, whose differences give the spread
 _TEMPERATURES = (0.4, 0.7, 1.0)
-_PASSAGE = 480  # bytes that are shown with what memory gained
+_PASSAGE = 480  # tokens that are shown with what memory gained
 _STRONG_ATTENTION = 20  # percent that have the strongest color
 
+_NUM_BYTES = 256  # a recipe with a larger vocabulary gets tokens of byte-pair encoding
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
 
@@ -123,12 +125,13 @@ def run_demo(
         UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.
     """
     start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
-    load_recipe(recipe)
+    vocab_size = load_recipe(recipe).model.get("vocab_size") or _NUM_BYTES
     choose_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
     _clear(out)
-    corpus = prepare("python-stdlib", out / "corpus")
+    tokens = TokenizerConfig(kind="bpe", vocab_size=vocab_size) if vocab_size > _NUM_BYTES else None
+    corpus = prepare("python-stdlib", out / "corpus", tokenizer=tokens)
     split, test = corpus.split("train"), corpus.split("test")
     say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
     trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
@@ -158,11 +161,13 @@ def run_demo(
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
     ]
     for one in curve:
-        difference_K = (nats_by_length[one["memory_length"]] - nats_by_length[trained_length]) / math.log(2)
+        nats_K = nats_by_length[one["memory_length"]] - nats_by_length[trained_length]
+        difference_K = nats_K / math.log(2) * one["tokens"] / one["bytes"]  # their mean is in bits per byte
         means = [part.mean() for part in np.array_split(difference_K, min(_PARTS, len(difference_K)))]
         one["difference"] = float(difference_K.mean())
         one["difference_spread"] = 2 * float(np.std(means, ddof=1)) / math.sqrt(len(means)) if means[1:] else 0.0
-    content = run.tokenizer.decode_bytes(test.tokens[:num_tokens])
+    ids_K = np.asarray(test.tokens[:num_tokens])
+    content = run.tokenizer.decode_bytes(ids_K)
     values = {
         "run": str(trained.path),
         "report": str(report),
@@ -184,7 +189,7 @@ def run_demo(
     gained_K = nats_by_length[0] - nats_by_length[trained_length]
     passage = _passage(gained_K)
     most = passage.start + int(gained_K[passage].argmax())
-    shown = [_gains(content, gained_K, passage), *_attention(run, content, most)]
+    shown = [_gains(_pieces(run, ids_K[passage]), gained_K[passage]), *_attention(run, ids_K, most)]
     write_text(report, demo_page(trained, values, corpus.source, shown))
     return trained, values
 
@@ -210,21 +215,21 @@ def _passage(gained_K: Any) -> slice:
     return slice(start, start + length)
 
 
-def _characters(content: bytes) -> str:
-    """Return a character for each byte."""
-    return content.decode("ascii", "replace")
+def _pieces(run: Run, ids_K: Any) -> list[str]:
+    """Return the text of each token, with a character for each byte."""
+    return [run.tokenizer.decode_bytes([token_id]).decode("ascii", "replace") for token_id in ids_K.tolist()]
 
 
-def _gains(content: bytes, gained_K: Any, passage: slice) -> str:
-    """Return a passage as HTML, each byte colored by the nats that memory gained."""
-    shown = zip(_characters(content[passage]), gained_K[passage].tolist(), strict=True)
+def _gains(pieces: Sequence[str], gained_K: Any) -> str:
+    """Return tokens as HTML, each colored by the nats that memory gained."""
+    shown = zip(pieces, gained_K.tolist(), strict=True)
     return tokens_html([(text, f"{gain:+.2f} nats", gain) for text, gain in shown], quantity="gain by memory")
 
 
-def _attention(run: Run, content: bytes, position: int) -> list[str]:
-    """Return what a head attends to where it predicts the byte at a position, as HTML.
+def _attention(run: Run, ids_K: Any, position: int) -> list[str]:
+    """Return what a head attends to where it predicts the token at a position, as HTML.
 
-    It is the head that gives most to one byte of memory. Nothing is returned for a model without attention terms, and
+    It is the head that gives most to one token of memory. Nothing is returned for a model without attention terms, and
     where there is no memory yet.
     """
     model, lengths = run.model, run.config.train
@@ -232,8 +237,8 @@ def _attention(run: Run, content: bytes, position: int) -> list[str]:
         return []
     plan = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", memory_length=lengths.memory_length))
     size, limits = plan.segment_length, plan.context_limits
-    # the inputs are one behind the text: the last one, which predicts the byte, is that before it
-    inputs_K = np.concatenate([[run.tokenizer.bos_token_id], np.frombuffer(content[:position], dtype=np.uint8)])
+    # the inputs are one behind the text: the last one, which predicts the token, is that before it
+    inputs_K = np.concatenate([[run.tokenizer.bos_token_id], ids_K[:position]]).astype(np.int64)
     inputs_BK = torch.from_numpy(inputs_K[None]).to(next(model.parameters()).device)
     first = position // size * size
     reach = (model.config.n_layers + 1) * (-(-limits.memory_length // size) + 1) * size  # nothing before it matters
@@ -248,16 +253,16 @@ def _attention(run: Run, content: bytes, position: int) -> list[str]:
     layer, head = divmod(int(p_LNP[..., num_new:].amax(-1).argmax()), p_LNP.shape[1])
     p_P = p_LNP[layer, head, :position]  # without the token before the text
     percents = (100 * p_P.flip(0)).tolist()
-    shown = zip(_characters(content[position - len(p_P) : position]), percents, strict=True)
+    *before, predicted = _pieces(run, ids_K[position - len(p_P) : position + 1])
     return [
         paragraph(
-            f"There memory gained most for byte {position:,}, {_characters(content[position : position + 1])!r}, which "
+            f"There memory gained most for token {position:,}, {predicted!r}, which "
             f"follows these {len(p_P)}. The first {len(p_P) - num_new} of them were in memory, and got "
             f"{100 * float(p_P[num_new:].sum()):.0f}% of the attention of head {head} of layer {layer}, of all heads "
-            "the one that gave most to one byte there:"
+            "the one that gave most to one token there:"
         ),
         tokens_html(
-            [(text, f"{percent:.2f}%", percent) for text, percent in shown],
+            [(text, f"{percent:.2f}%", percent) for text, percent in zip(before, percents, strict=True)],
             quantity="attention",
             strongest=_STRONG_ATTENTION,
             unit="%",
@@ -280,11 +285,12 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
         "Transformer-XL, trained on this computer",
         [
             paragraph(
-                f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on bytes ({source}) "
-                f"for {train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
-                f"bytes. The whole demo took {values['seconds']:,.0f} seconds. The table scores {test['bytes']:,} "
-                f"bytes of files that the model never saw, with memory length {test['memory_length']:,} "
-                f"({test['memory_length_reason']}); it needs {test['bits_per_byte']:.2f} bits per byte."
+                f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on {_unit(folder)} "
+                f"({source}) for {train_config.max_steps:,} steps of {train_config.batch_size} x "
+                f"{train_config.segment_length} tokens. The whole demo took {values['seconds']:,.0f} seconds. "
+                f"The table scores {test['bytes']:,} bytes of files that the model never saw, with memory "
+                f"length {test['memory_length']:,} ({test['memory_length_reason']}); "
+                f"it needs {test['bits_per_byte']:.2f} bits per byte."
             ),
             table(COLUMNS, rows(values)),
             heading("Model, training and machine"),
@@ -301,7 +307,7 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             _memory_chart(curve),
             table(CURVE_COLUMNS, curve_rows(values)),
             paragraph(
-                f"The {min(_PASSAGE, curve[0]['bytes'])} bytes of this text in which memory gained most, "
+                f"The {min(_PASSAGE, curve[0]['tokens'])} tokens of this text in which memory gained most, "
                 "colored by how much more likely each "
                 "became than without memory:"
             ),
@@ -328,6 +334,10 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
     )
 
 
+def _unit(folder: RunFolder) -> str:
+    return "bytes" if folder.config.model.vocab_size == _NUM_BYTES else "byte-pair tokens"
+
+
 def _facts(training: TrainResult, values: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:
     """Return what the figures depend on: model, training, machine and date."""
     model, train_config = folder.config.model, folder.config.train
@@ -335,9 +345,9 @@ def _facts(training: TrainResult, values: Mapping[str, Any], folder: RunFolder) 
     return {
         "parameters": f"{values['parameters']:,}",
         "model": f"{model.architecture}, {model.n_layers} layers, d_model {model.d_model}, vocabulary of "
-        f"{model.vocab_size:,} bytes",
+        f"{model.vocab_size:,} {_unit(folder)}",
         "training": f"{train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
-        f"bytes, memory length {train_config.memory_length}, {train_config.optimizer}, learning rate "
+        f"tokens, memory length {train_config.memory_length}, {train_config.optimizer}, learning rate "
         f"{train_config.learning_rate:g} ({train_config.lr_schedule}), {dtype}, seed {train_config.seed}",
         "training time": f"{training.seconds:,.0f} seconds",
         "device": values["device"],
@@ -360,4 +370,4 @@ def _memory_chart(curve: Sequence[Mapping[str, Any]]) -> str:
     lengths, bits = ([scores[name] for scores in curve] for name in ("memory_length", "bits_per_byte"))
     line = Line("test text", lengths, bits, "o-", spread=[scores["difference_spread"] for scores in curve])
     title = "Test bits per byte by memory length"
-    return draw(title, "memory length (bytes)", "bits per byte", [line], log_x=True, width=4.9)
+    return draw(title, "memory length (tokens)", "bits per byte", [line], log_x=True, width=4.9)
