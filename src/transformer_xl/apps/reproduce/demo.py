@@ -47,7 +47,7 @@ CURVE_COLUMNS = ["memory length", "bits per byte", "against as trained", "tokens
 PROMPT = "class Queue:\n    def __init__(self"
 """Start of the generated sample."""
 
-_CURVE_TOKENS = 131_072  # test tokens scored with each memory length, from the start of the text
+_CURVE_TOKENS = 65_536  # test tokens scored with each memory length, from the start of the text
 _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
 _PARTS = 16  # of that text, whose differences give the spread
 _TEMPERATURES = (0.4, 0.7, 1.0)
