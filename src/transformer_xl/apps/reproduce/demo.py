@@ -51,7 +51,7 @@ _CURVE_TOKENS = 65_536  # test tokens scored with each memory length, from the s
 _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
 _PARTS = 16  # of that text, whose differences give the spread
 _TEMPERATURES = (0.4, 0.7, 1.0)
-_PASSAGE = 480  # tokens that are shown with what memory gained
+_PASSAGE = 200  # tokens that are shown with what memory gained
 _STRONG_ATTENTION = 20  # percent that have the strongest color
 
 _NUM_BYTES = 256  # a recipe with a larger vocabulary gets tokens of byte-pair encoding
@@ -323,7 +323,7 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             verbatim(
                 "# how surprising each line of your file is to it\n"
                 f"txl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
-                f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def ' --num-samples 3\n\n"
+                f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def' --num-samples 3\n\n"
                 f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
                 "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"
