@@ -3,7 +3,7 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 60 [--seeds 1,2,3] [--contestants ours,lstm,nanogpt,...]
         [--nanogpt CHECKOUT] [--peers .venv-peers/bin/python] [--ours RECIPE[:SETTING=VALUE...],...] [--out FILE]
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
-    python benchmarks/equal_time.py --corpus DIR --seconds 300 --search ...
+    python benchmarks/equal_time.py --corpus DIR --seconds 300 --search [--nanochat CHECKOUT] ...
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
 median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
@@ -123,6 +123,9 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
         ]
         blocks = [{**size, "block_size": 128, "batch_size": 16} for size in sizes]
         segments = [{**size, "segment_length": 64, "memory_length": 64, "batch_size": 32} for size in sizes]
+        nanochats = [
+            {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]} for block in blocks
+        ]
         own = {"max_ngram": 1, **ngrams}
         ours = [
             {
@@ -143,6 +146,7 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
             Contestant(
                 f"nanogpt{suffix}", "competitor_nanogpt", [{**block, "checkout": str(args.nanogpt)} for block in blocks]
             ),
+            Contestant(f"nanochat{suffix}", "competitor_nanochat", nanochats),
             Contestant(f"gpt2{suffix}", "competitor_gpt2", blocks),
             Contestant(f"x-transformers{suffix}", "competitor_x_transformers", segments),
         ]
@@ -184,8 +188,9 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
     if unknown := set(names) - {contestant.name for contestant in known}:
         raise UserError(f"no contestant {', '.join(unknown)}; known: {', '.join(known.name for known in known)}")
     chosen = [contestant for contestant in known if contestant.name in names]
-    if args.nanogpt is None and any(contestant.name.startswith("nanogpt") for contestant in chosen):
-        raise UserError("nanogpt needs --nanogpt DIR, a checkout of nanoGPT; or leave it out of --contestants")
+    for name in ("nanogpt", "nanochat"):
+        if getattr(args, name) is None and any(contestant.name.startswith(name) for contestant in chosen):
+            raise UserError(f"{name} needs --{name} DIR, a checkout of it; or leave it out of --contestants")
     if any(contestant.is_peer for contestant in chosen) and not args.peers.exists():
         raise UserError(f"{args.peers} does not exist; 'make bench' creates it, or give --peers PYTHON")
     return chosen
@@ -456,6 +461,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
+    parser.add_argument("--nanochat", type=Path, help="checkout of nanochat, which only --search tries")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")
     parser.add_argument(
         "--valid-tokens", type=positive, default=65_536, help="tokens that choices are made by (65,536)"

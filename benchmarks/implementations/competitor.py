@@ -165,7 +165,7 @@ def rate_factor(progress: float, min_rate_ratio: float) -> float:
 
 
 def train_step(competitor: Competitor, assignment: Assignment, progress: float, max_grad_norm: float = 1.0) -> None:
-    """Run one optimizer step.
+    """Run one optimizer step; a competitor may have a method `schedule` instead of this schedule and the clipping.
 
     Args:
         competitor: the model in training.
@@ -173,12 +173,15 @@ def train_step(competitor: Competitor, assignment: Assignment, progress: float, 
         progress: the fraction of the training that has passed, which sets the learning rate.
         max_grad_norm: the norm to which gradients are clipped.
     """
-    for group in competitor.optimizer.param_groups:
-        group["lr"] = competitor.learning_rate * rate_factor(progress, competitor.min_rate_ratio)
     with assignment.autocast():
         loss = competitor.loss()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(competitor.model.parameters(), max_grad_norm)
+    if schedule := getattr(competitor, "schedule", None):
+        schedule(progress)
+    else:
+        for group in competitor.optimizer.param_groups:
+            group["lr"] = competitor.learning_rate * rate_factor(progress, competitor.min_rate_ratio)
+        torch.nn.utils.clip_grad_norm_(competitor.model.parameters(), max_grad_norm)
     competitor.optimizer.step()
     competitor.optimizer.zero_grad(set_to_none=True)
 

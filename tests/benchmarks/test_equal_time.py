@@ -161,7 +161,10 @@ def test_ngrams_of_others_are_those_of_this_package() -> None:
 def test_a_search_tries_as_many_settings_of_all(args: argparse.Namespace) -> None:
     args.search, args.nanogpt = True, Path("nanoGPT")
     args.contestants = None
+    with pytest.raises(UserError, match="nanochat needs --nanochat DIR, a checkout of it"):
+        equal_time.contestants(args)
+    args.nanochat = Path("nanochat")
     found = equal_time.contestants(args)
-    assert len(found) == 10
+    assert len(found) == 12
     assert {len(contestant.choices) for contestant in found} == {6}
-    assert len({json.dumps(choice) for contestant in found for choice in contestant.choices}) == 60
+    assert len({json.dumps(choice) for contestant in found for choice in contestant.choices}) == 72
