@@ -11,6 +11,7 @@ from native_operators import needs_native
 from refusals import txl
 from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
+from transformer_xl.ops import native
 from transformer_xl.ops.linear import packs
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.training.trainer import Trainer
@@ -127,7 +128,7 @@ def test_run_is_resumed_with_the_operators_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], field: str, first: str
 ) -> None:
     """Bit for bit, also where the native operators are built between stop and resume."""
-    corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
+    corpus = letters_corpus(tmp_path / "corpus")
     with monkeypatch.context() as patch:
         if first != "native":
             patch.setattr("transformer_xl.ops.native.operators", lambda: None)
@@ -138,7 +139,14 @@ def test_run_is_resumed_with_the_operators_it_began_with(
     trainer = reopened(trainer)
     assert trainer.stepper.numerics == whole.stepper.numerics
     assert getattr(trainer.stepper.numerics, field) == first
+    takes, seen = native.takes, set[tuple[str, bool]]()
+    monkeypatch.setattr(
+        native, "takes", lambda kind: seen.add((kind, takes(kind))) or takes(kind)
+    )  # validation asks too
     trainer.run()
+    assert seen == {("norm", first == "native")} or field != "norm_kernel"
+    for name, expected in whole.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], expected), name
     assert nats_of(trainer) == nats_of(whole)
 
 

@@ -56,13 +56,14 @@ def choose_numerics(
         if kernel not in KERNELS or not KERNELS[kernel].fits(device, dtype):
             kernel = choose("auto", device, dtype).name
     library = fastest_matmul_library() if recorded is None else recorded.matmul_library
-    native = {name: fastest() for name in ("dropout_kernel", "norm_kernel")}
-    if recorded is not None and fastest() == "native":
-        native = {name: getattr(recorded, name) for name in native}
+    dropout = norm = fastest() if device.type == "cpu" else "torch"
+    if recorded is not None and norm == "native":
+        dropout, norm = recorded.dropout_kernel, recorded.norm_kernel
     preferred = Numerics(
         attn_implementation=kernel,
         matmul_library=library if packs(torch.float32) else "blas",
-        **native,
+        dropout_kernel=dropout,
+        norm_kernel=norm,
     )
     everywhere = world.gather(preferred)
     slowest = {

@@ -39,6 +39,7 @@ from transformer_xl.training.data import open_data
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.health import DivergenceState, HealthCallback
 from transformer_xl.training.metrics_log import MetricsLog
+from transformer_xl.training.numerics import computing_with
 from transformer_xl.training.stepper import Stepper
 
 _STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
@@ -264,7 +265,7 @@ class Trainer:
                 return self._stop_requested
             return num_segments % _STOP_CHECK_INTERVAL == 0 and self.world.any(self._stop_requested)
 
-        with self._averaged_weights():
+        with self._averaged_weights(), computing_with(self.stepper.numerics):
             memory = self.model.initial_memory(validator.dataset.local_batch_size)
             nats = validator.sum_losses(self.stepper.wrapped_model, memory, should_stop)
             if nats is None:

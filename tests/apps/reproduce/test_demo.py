@@ -144,3 +144,12 @@ def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], 
     assert len(charts) == 2
     assert all(width <= 390 and width >= natural for width, natural in charts)  # labels of ten points stay readable
     tab.close()
+
+
+def test_refused_recipe_leaves_the_earlier_demo(report: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    recipe = {**RECIPE, "model": {**RECIPE["model"], "vocab_size": 20_000_000}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    result = txl("demo", "--recipe", tmp_path / "recipe.yaml", "--out", report[1].parent)
+    assert result.status == 2
+    assert "vocab_size 20,000,000 is too large" in result.err
+    assert report[1].exists()

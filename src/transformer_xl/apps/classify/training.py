@@ -435,7 +435,7 @@ class ClassifierTrainer:
         """Measure loss and accuracy of the validation documents, and save the weights if they are the best."""
         step, before = self.stepper.num_steps, self.record.validations
         self.model.eval()
-        with autocast(self.stepper.device, self.plan.dtype):
+        with computing_with(self.stepper.numerics), autocast(self.stepper.device, self.plan.dtype):
             reader = self.model.for_documents()
             vectors_ND = embedding.read_pooled(reader, self.valid.documents, self.record.pooling, self.plan)
         self.model.train()

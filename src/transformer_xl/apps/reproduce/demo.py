@@ -129,8 +129,8 @@ def run_demo(
     choose_device(device)
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
-    _clear(out)
     tokens = TokenizerConfig(kind="bpe", vocab_size=vocab_size) if vocab_size > _NUM_BYTES else None
+    _clear(out)
     corpus = prepare("python-stdlib", out / "corpus", tokenizer=tokens)
     split, test = corpus.split("train"), corpus.split("test")
     say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
@@ -327,8 +327,8 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
                 f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
                 "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"
-                "# an hour of training: about 1.30 bits per byte of this test text with Python 3.11.7\n"
-                f"txl train fast-base --corpus {quoted(folder.path.parent / 'corpus')} --run hour"
+                "# an hour of training, by bytes: about 1.30 bits per byte of this test text with Python 3.11.7\n"
+                "txl demo --recipe fast-base --out hour"
             ),
         ],
     )

@@ -117,6 +117,7 @@ def _register() -> None:
     library.register_fake(f"{name}_decode", _like)
     library.register_fake("transformer_xl_native::dropout", _same_shape)
     library.register_fake("transformer_xl_native::rms_norm", _normalized_shapes)
+    library.register_fake("transformer_xl_native::rms_norm_backward", _norm_gradient_shapes)
     library.register_fake("transformer_xl_native::decode_layers", _states)
     library.register_autograd(name, _backward, setup_context=_save)
     library.register_autograd(f"{name}_backward", _refuse_second_derivative)
@@ -133,6 +134,10 @@ def _same_shape(x: Tensor, *_: Any) -> Tensor:
 def _normalized_shapes(x_XH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x_XH.dtype, torch.float32)
     return x_XH.new_empty(x_XH.shape), x_XH.new_empty(x_XH.shape[:-1].numel(), dtype=dtype)
+
+
+def _norm_gradient_shapes(_dout: Tensor, x_XH: Tensor, weight_H: Tensor, _factor: Tensor) -> tuple[Tensor, Tensor]:
+    return x_XH.new_empty(x_XH.shape), weight_H.new_empty(weight_H.shape)
 
 
 def _states(x_BTD: Tensor, *arguments: Any) -> Tensor:
