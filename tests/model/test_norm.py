@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from native_operators import NATIVE, needs_native
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_xl.model.norm import RMSNorm
 from transformer_xl.ops.native import chosen
@@ -66,3 +67,13 @@ def test_native_results_do_not_depend_on_threads_or_layout(dtype: torch.dtype) -
     with torch.no_grad():
         assert torch.equal(norm(x), found[0][0])
     torch.testing.assert_close(found[1:], [found[0]] * 3, rtol=0, atol=0)
+
+
+@needs_native
+def test_shapes_of_the_gradient_are_known_without_computing() -> None:
+    with FakeTensorMode():
+        norm, x = RMSNorm(8, eps=1e-5), torch.empty(2, 3, 8, requires_grad=True)
+        norm(x).sum().backward()
+    assert x.grad is not None
+    assert norm.weight.grad is not None
+    assert (x.grad.shape, norm.weight.grad.shape) == ((2, 3, 8), (8,))

@@ -21,7 +21,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize(("precision", "expected"), [("float32", "sdpa"), ("bfloat16", "triton")])
 def test_kernel_is_the_fastest_for_the_dtype_of_training(precision: Precision, expected: str) -> None:
     """On a GPU; nothing is computed. A resumed run keeps its kernel."""
-    assert choose_numerics("auto", CUDA, precision).attn_implementation == expected
+    assert choose_numerics("auto", CUDA, precision) == Numerics(attn_implementation=expected)
+    earlier = Numerics(attn_implementation="sdpa", dropout_kernel="native")  # as was recorded on a GPU too
+    assert choose_numerics("auto", CUDA, precision, recorded=earlier) == earlier
     for name in ("sdpa", "triton"):
         assert choose_numerics("auto", CUDA, precision, recorded=Numerics(attn_implementation=name)) == Numerics(
             attn_implementation=name

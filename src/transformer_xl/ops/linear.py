@@ -86,7 +86,7 @@ def takes_onednn(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode differentiation is at work, for which `_OneDNNLinear` has no rules."""
+    """Return whether torch.func or forward-mode differentiation is at work, for which operators here have no rules."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 

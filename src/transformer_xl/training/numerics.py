@@ -56,8 +56,9 @@ def choose_numerics(
         if kernel not in KERNELS or not KERNELS[kernel].fits(device, dtype):
             kernel = choose("auto", device, dtype).name
     library = fastest_matmul_library() if recorded is None else recorded.matmul_library
-    dropout = norm = fastest() if device.type == "cpu" else "torch"
-    if recorded is not None and norm == "native":
+    is_cpu = device.type == "cpu"  # elsewhere torch computes dropout and RMSNorm, whatever is recorded
+    dropout = norm = fastest() if is_cpu else "torch"
+    if recorded is not None and (norm == "native" or not is_cpu):
         dropout, norm = recorded.dropout_kernel, recorded.norm_kernel
     preferred = Numerics(
         attn_implementation=kernel,
