@@ -135,7 +135,7 @@ class EvaluationPlan:
             run.model.check_method(merged.method)
             assert block is not None
             segment_length = merged.segment_length or max(1, block // 2)
-        elif merged.num_orders > 1:
+        elif merged.num_orders > 1 and (overrides.num_orders > 1 or merged.method == run.evaluation.method):
             raise UserError(f"num_orders={merged.num_orders} is for method both-sides; leave it out")
         window, clamp = limit("attention_window"), limit("clamp_length")
         memory_length, reason = run.train.memory_length, "as trained"
@@ -182,6 +182,13 @@ class EvaluationPlan:
         plan = EvaluationPlan.resolve(run.config, config, memory_lengths=run.memory_lengths)
         dtype: Precision = "bfloat16" if resolve_dtype(run.model.device, plan.dtype) == "bfloat16" else "float32"
         return replace(plan, dtype=dtype)
+
+    @staticmethod
+    def for_reading(run: Run, config: EvaluationConfig | None = None) -> EvaluationPlan:
+        """As `of_run`, for what can only read with memory: method memory, unless `config` names one."""
+        config = EvaluationConfig() if config is None else config
+        method = {} if "method" in config.model_fields_set else {"method": "memory"}
+        return EvaluationPlan.of_run(run, config.model_copy(update=method))
 
     def model_of(self, run: Run) -> TokenModel:
         """Return the model of a run that reads: prepared for inference, but for some methods."""

@@ -94,7 +94,7 @@ class SurprisalStream:
                 there is, or weights are not finite.
         """
         check_run(run)
-        plan = EvaluationPlan.of_run(run, override_config(config, overrides, "run"))
+        plan = EvaluationPlan.for_reading(run, override_config(config, overrides, "run"))
         if plan.method != "memory":
             raise UserError(f"method {plan.method} cannot read a stream; give method memory")
         check_weights(run.model)

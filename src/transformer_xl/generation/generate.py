@@ -265,8 +265,7 @@ def memory_plan(run: Run, memory_length: int | None = None) -> EvaluationPlan:
         UserError: the model does not support the memory length.
     """
     length: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
-    settings = EvaluationConfig(method="memory", **length)
-    return EvaluationPlan.of_run(run, settings)
+    return EvaluationPlan.for_reading(run, EvaluationConfig(**length))
 
 
 def prompt_segment_length(model: TokenModel, segment_length: int, memory_length: int) -> int:

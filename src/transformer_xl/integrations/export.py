@@ -74,7 +74,7 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     config = run.config.model
     if config.attention_kernel is None:
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
-    limits = EvaluationPlan.of_run(run).context_limits
+    limits = EvaluationPlan.for_reading(run).context_limits
     memory_length = limits.memory_length if memory_length is None else memory_length
     for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
         if not (isinstance(value, int) and value >= 1):

@@ -375,6 +375,10 @@ class LanguageModel(ModelWithMemory):
             raise UserError(
                 f"lengths of shape {tuple(lengths_B.shape)} for batch size {len(inputs_BTD)}; expected one for each row"
             )
+        if lengths_B is not None and lengths_B.device.type == "cpu" and not torch.compiler.is_compiling():
+            num_new = inputs_BTD.shape[1]
+            if ((lengths_B < 0) | (lengths_B > num_new)).any():
+                raise UserError(f"lengths {lengths_B.tolist()}: each must be 0 to {num_new}, the tokens of a row")
         memory = self.check_memory(memory, len(inputs_BTD))
         if self.ngrams is None:
             return inputs_BTD, memory

@@ -6,13 +6,14 @@ Shape suffixes: T tokens, D model width, L layers.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_runs import MEMORY, MODELS, SEGMENT, ids, make_run
 
-from transformer_xl import Run, UserError, embed
+from transformer_xl import Run, SurprisalStream, UserError, embed, generate
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -74,6 +75,19 @@ def test_steps_hold_no_more_of_a_longer_document(tmp_path: Path, monkeypatch: py
         assert sum(tokens) == length
         largest.append((max(slots for slots, _ in sizes), max(new for _, new in sizes)))
     assert largest[0] == largest[1] == (100, 512)
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluation"),
+    [("transformer-xl", {"method": "dynamic"}), ("xlnet", {"method": "both-sides", "num_orders": 3})],
+)
+def test_what_only_reads_takes_no_method_from_the_run(name: str, evaluation: dict[str, Any], tmp_path: Path) -> None:
+    run, plain = make_run(tmp_path / "run", name, evaluation=evaluation), make_run(tmp_path / "plain", name)
+    np.testing.assert_array_equal(embed(run, ["a text"]), embed(plain, ["a text"]))
+    scored, wanted = (SurprisalStream(which).read(b"a text") for which in (run, plain))
+    np.testing.assert_array_equal(scored.nats_K, wanted.nats_K)
+    completion, wanted_completion = (generate(which, "a text", max_new_tokens=4, seed=1) for which in (run, plain))
+    assert completion.token_ids == wanted_completion.token_ids
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:

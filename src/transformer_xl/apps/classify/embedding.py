@@ -74,7 +74,7 @@ def embed(
     check_run(run)
     check_progress(progress)
     config = override_config(config, overrides, "documents", "pooling", "layer", "progress")
-    plan, reader = check_plan(EvaluationPlan.of_run(run, config), run.config.model), run.model.for_documents()
+    plan, reader = check_plan(EvaluationPlan.for_reading(run, config), run.config.model), run.model.for_documents()
     if reader is run.model:
         reader = plan.model_of(run)
     model, tokens = cast(TokenModel, _OneLayer(reader, checked_layer(run, layer))), encode_documents(run, documents)

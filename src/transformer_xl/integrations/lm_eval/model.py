@@ -93,8 +93,7 @@ class TxlLM(TemplateLM):
         # lm_eval passes cuda:0 where no device was given; its model `hf`, too, then takes what there is
         device = "auto" if device in (None, "cuda:0") else device
         self.run = run if isinstance(run, Run) else load(run, device=device, checkpoint=checkpoint)
-        with_memory = self.config.model_copy(update={"method": "memory"})
-        self.plan = EvaluationPlan.of_run(self.run, with_memory)
+        self.plan = EvaluationPlan.for_reading(self.run, self.config)
         self.plan.refuse_extended_context("lm_eval")
         self._inference = self.run.inference(self.plan.dtype)
 
