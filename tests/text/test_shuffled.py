@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard
-from transformer_xl.text.shuffled import ShuffledDocumentDataset
+from transformer_xl.text.shuffled import ShuffledDocumentDataset, cut
 
 BOS = 7919  # no token of the texts
 LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)  # of documents, in tokens
@@ -89,6 +89,15 @@ def test_each_document_is_whole_and_read_once_after_the_preceding_one(
     starts = first_tokens(dataset)
     assert all(row[0][1] in starts for row in rows)
     assert all(after == before + 1 or after in starts for before, after in itertools.pairwise(targets))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 20))
+def test_pieces_are_documents_cut_at_each_multiple_of_the_length(lengths: list[int], length: int) -> None:
+    starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
+    wanted = [int(start) + first for start, of in zip(starts, lengths, strict=True) for first in range(0, of, length)]
+    pieces = cut(starts, sum(lengths), length)
+    assert (pieces.tolist(), pieces.dtype) == (wanted, np.uint64)
 
 
 @pytest.mark.parametrize("lengths", [[12] * 97, np.random.default_rng(3).integers(1, 30, 211).tolist()])

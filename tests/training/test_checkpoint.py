@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16, half loss": ({}, {"dtype": "bfloat16", "loss": "half", "memory_length": 5}),
     "pre-norm, no memory": ({"norm_first": True}, {"memory_length": 0}),
     "adaptive, shuffled": ({"cutoffs": (100, 110, 200), "div_val": 2}, {"shuffle_documents": True}),
+    "pieces": ({}, {"shuffle_length": 9}),
     "adamw, wsd, ema": (
         {},
         {

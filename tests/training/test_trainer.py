@@ -32,11 +32,30 @@ from typing_extensions import override
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run import load_run
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
 from transformer_xl.text.segments import DatasetPosition
+from transformer_xl.text.shuffled import ShuffledDocumentDataset
+from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.data import training_dataset
 from transformer_xl.training.trainer import Trainer
 from transformer_xl.training.validation import Validator
+
+
+def test_training_reads_pieces_of_the_text_or_of_its_documents(tmp_path: Path) -> None:
+    documents = [Document("first", [b"a" * 31]), Document("second", [b"b" * 12])]
+    corpus = write_corpus(
+        tmp_path / "corpus", {"train": documents}, name="two", source="a test", tokenizer=ByteTokenizer()
+    )
+    _, second = (int(start) for start in corpus.split("train").document_starts)
+    num_tokens = len(corpus.split("train").tokens)
+    pieces = {False: [*range(0, num_tokens, 5)], True: [*range(0, second, 5), *range(second, num_tokens, 5)]}
+    for shuffle_documents, starts in pieces.items():
+        settings: dict[str, Any] = {"shuffle_length": 5, "shuffle_documents": shuffle_documents}
+        dataset = start(tmp_path / f"run-{shuffle_documents}", corpus, **settings).stepper.dataset
+        assert isinstance(dataset, ShuffledDocumentDataset)
+        assert dataset.document_starts.tolist() == starts
 
 
 def test_metrics_are_means_over_the_tokens_of_an_interval(tmp_path: Path) -> None:

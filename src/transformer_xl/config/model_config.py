@@ -507,6 +507,7 @@ class XLNetConfig(RelativeConfig):
             )
         given = {
             "train.shuffle_documents true": train.shuffle_documents,
+            f"train.shuffle_length {train.shuffle_length:,}": train.shuffle_length,
             "train.random_segment_lengths true": train.random_segment_lengths,
             f"train.extended_context_length {train.extended_context_length:,}": train.extended_context_length,
             "train.loss half": train.loss == "half",

@@ -86,6 +86,7 @@ class TrainSettings(TypedDict, total=False):
     average_learning_rate: float | None
     max_grad_norm: float
     shuffle_documents: bool
+    shuffle_length: int
     loss: Literal["full", "half"]
     dtype: Literal["auto", "float32", "bfloat16"]
     compile: Literal["none", "layers", "cudagraphs"]

@@ -1,4 +1,4 @@
-"""A training dataset that shuffles the documents every epoch, for texts of independent documents (often sentences).
+"""A training dataset that shuffles the documents every epoch, or the pieces that `cut` makes of them.
 
 An epoch is the concatenation of all documents in a random order. It is cut between documents into one part for each
 batch row; the parts have lengths as equal as possible. Within a row documents are adjacent, and a document that does
@@ -31,6 +31,17 @@ from transformer_xl.config import UserError
 from transformer_xl.text.segments import Batch, DatasetPosition, TokenDataset
 
 
+def cut(document_starts: npt.NDArray[np.uint64], num_tokens: int, length: int) -> npt.NDArray[np.uint64]:
+    """Return where the pieces begin that documents of `num_tokens` tokens in all are cut into, `length` tokens each.
+
+    The last piece of a document is shorter where its length is no multiple.
+    """
+    starts = document_starts.astype(np.int64)
+    num_pieces = -(-np.diff(starts, append=num_tokens) // length)
+    index_in_document = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    return (np.repeat(starts, num_pieces) + index_in_document * length).astype(np.uint64)
+
+
 @dataclass(frozen=True, eq=False)
 class ShuffledDocumentDataset(TokenDataset):
     """A text as segments of B batch rows and T tokens, its documents in a new order every epoch.
@@ -52,8 +63,9 @@ class ShuffledDocumentDataset(TokenDataset):
         super().__post_init__()
         if len(self.document_starts) < self.batch_size:
             raise UserError(
-                f"the text has {len(self.document_starts):,} documents, and a batch of {self.batch_size:,} sequences "
-                "needs one for each; lower train.batch_size, or prepare the corpus with document_unit=line"
+                f"the text has {len(self.document_starts):,} documents or pieces to shuffle, and a batch of "
+                f"{self.batch_size:,} sequences needs one for each; lower train.batch_size, cut the text into shorter "
+                "pieces (train.shuffle_length), or prepare the corpus with document_unit=line"
             )
         assert self.document_starts[0] == 0
 

@@ -9,7 +9,7 @@ from transformer_xl.device import require_memory, resolve_dtype
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters, min_weight_bytes
 from transformer_xl.ops.kernels import choose
 from transformer_xl.text.segments import SegmentDataset, TokenDataset, check_training
-from transformer_xl.text.shuffled import ShuffledDocumentDataset
+from transformer_xl.text.shuffled import ShuffledDocumentDataset, cut
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 from transformer_xl.training.stepper import micro_batches
@@ -50,7 +50,7 @@ def open_data(
 
 
 def training_dataset(corpus: Corpus, run: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> TokenDataset:
-    """Return the training text as segments, of the documents in text order or shuffled, or with orders of prediction.
+    """Return the training text as segments, in text order or in shuffled pieces, or with orders of prediction.
 
     Raises:
         UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
@@ -60,10 +60,11 @@ def training_dataset(corpus: Corpus, run: RunConfig, world: DistributedContext =
     unit = 1 if config.random_segment_lengths else config.segment_length
     sizes = {"batch_size": config.batch_size, "segment_length": unit, "shard": world.shard}
     dataset: TokenDataset = SegmentDataset(split.tokens, **sizes, bos_token_id=bos_token_id)
-    if config.shuffle_documents:
-        dataset = ShuffledDocumentDataset(
-            split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed
-        )
+    if config.shuffle_documents or config.shuffle_length:
+        starts = split.document_starts if config.shuffle_documents else split.document_starts[:1]
+        if config.shuffle_length:
+            starts = cut(starts, len(split.tokens), config.shuffle_length)
+        dataset = ShuffledDocumentDataset(split.tokens, starts, **sizes, bos_token_id=bos_token_id, seed=config.seed)
     if (model := run.model.orders) is not None:
         dataset = PermutedDataset(
             split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed, model=model

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 _DOCUMENTS_FILE = "documents.safetensors"
 # settings of training that are for texts, or for the loop of their training
 _OF_TEXTS = (
-    *("loss", "random_segment_lengths", "extended_context_length", "shuffle_documents", "max_epochs", "eval_tokens"),
-    *("parallelism", "weight_average", "ema_decay", "average_start_step", "average_learning_rate"),
-    *("compile", "trackers", "log_interval"),
+    *("loss", "random_segment_lengths", "extended_context_length", "shuffle_documents", "shuffle_length"),
+    *("max_epochs", "eval_tokens", "parallelism", "weight_average", "ema_decay", "average_start_step"),
+    *("average_learning_rate", "compile", "trackers", "log_interval"),
 )
 _OF_TOKENS = "softmax.", "next_heads.", "second_heads."
 
