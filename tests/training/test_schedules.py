@@ -1,6 +1,6 @@
 """Learning rates and random segment lengths, compared with values computed by hand.
 
-The schedule `cosine` decays from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
+The schedules `cosine` and `linear` decay from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
 last `decay_steps` steps.
 """
 
@@ -32,6 +32,7 @@ AVERAGED = {"weight_average": "uniform", "average_start_step": 20, "average_lear
         (COSINE, {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 8: 1 + 0.5**0.5, 12: 1, 16: 1 - 0.5**0.5, 20: 0}),
         (COSINE.model_copy(update={"min_learning_rate_ratio": 0.1}), {4: 2, 12: 1.1, 20: 0.2}),
         (COSINE.model_copy(update={"warmup_steps": 0}), {0: 2, 5: 1 + 0.5**0.5, 10: 1, 15: 1 - 0.5**0.5}),
+        (COSINE.model_copy(update={"lr_schedule": "linear"}), {1: 1, 3: 2, 4: 2, 8: 1.5, 12: 1, 20: 0}),
         # the warm-up is as long as training, or longer
         (COSINE.model_copy(update={"warmup_steps": 20}), {0: 0.1, 1: 0.2, 19: 2}),
         (COSINE.model_copy(update={"warmup_steps": 40}), {0: 0.05, 1: 0.1, 19: 1}),

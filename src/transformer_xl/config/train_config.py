@@ -71,8 +71,8 @@ class TrainConfig(Settings):
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """With adamw and muon, decoupled weight decay of matrices: each step subtracts this times the learning rate times
     the weight. With adam, L2 regularization: this times the weight is added to the gradient of every weight."""
-    lr_schedule: Literal["cosine", "wsd"] = "cosine"
-    """Learning rate after the warm-up: cosine decay, or stable and then linear decay (wsd)."""
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    """Learning rate after the warm-up: cosine or linear decay, or stable and then linear decay (wsd)."""
     warmup_steps: int = Field(default=100, ge=0, le=INT32_MAX)
     """Steps over which the learning rate increases linearly from 0."""
     decay_steps: int = Field(default=0, ge=0, le=INT32_MAX)
@@ -138,7 +138,7 @@ class TrainConfig(Settings):
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         if self.decay_steps and self.lr_schedule != "wsd":
-            raise ValueError(f"decay_steps {self.decay_steps:,} needs lr_schedule wsd; leave it out with cosine")
+            raise ValueError(f"decay_steps {self.decay_steps:,} needs lr_schedule wsd; leave it out with others")
         if self.lr_schedule == "wsd" and self.warmup_steps + self.decay_steps > self.schedule_steps:
             raise ValueError(
                 f"warmup_steps {self.warmup_steps:,} and decay_steps {self.decay_steps:,} are together more than "

@@ -76,7 +76,7 @@ class TrainSettings(TypedDict, total=False):
     muon_learning_rate_ratio: float
     embedding_learning_rate_ratio: float
     weight_decay: float
-    lr_schedule: Literal["cosine", "wsd"]
+    lr_schedule: Literal["cosine", "linear", "wsd"]
     warmup_steps: int
     decay_steps: int
     min_learning_rate_ratio: float

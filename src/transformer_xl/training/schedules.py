@@ -20,8 +20,8 @@ _HALF_LENGTH_PROBABILITY, _LENGTH_STD, _MIN_LENGTH = 0.05, 5, 5
 def learning_rate(step: int, config: TrainConfig, *, peak_ratio: float = 1.0) -> float:
     """Return the learning rate of a step: linear from 0 over `warmup_steps`, then according to `lr_schedule`.
 
-    `cosine` decays right after the warm-up, and would reach the minimum at step `max_steps`, one after the last. With
-    `average_learning_rate`, both schedules end at `average_start_step` instead, from which on the rate is that one.
+    `cosine` and `linear` decay right after the warm-up, and would reach the minimum at step `max_steps`, one after the
+    last. With `average_learning_rate`, schedules end at `average_start_step` instead, from which on the rate is that one.
     `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly
     to the minimum; so training can be extended from the stable phase without starting over. (In the authors' code the
     cosine starts at step 0, so that the rate drops when the warm-up ends; in this package it starts at that end.)
@@ -40,7 +40,7 @@ def learning_rate(step: int, config: TrainConfig, *, peak_ratio: float = 1.0) ->
         factor = 1 - max(0, step - (num_steps - config.decay_steps)) / max(1, config.decay_steps)
     else:
         progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-        factor = 0.5 * (1 + math.cos(math.pi * progress))
+        factor = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     end_ratio = config.min_learning_rate_ratio
     return config.learning_rate * (end_ratio + (peak_ratio - end_ratio) * factor)
 
