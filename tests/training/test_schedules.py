@@ -1,7 +1,7 @@
 """Learning rates and random segment lengths, compared with values computed by hand.
 
-The schedules `cosine` and `linear` decay from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
-last `decay_steps` steps.
+The schedules `cosine` and `linear` decay from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay)
+only in the last `decay_steps` steps.
 """
 
 from __future__ import annotations

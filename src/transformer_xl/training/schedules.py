@@ -21,7 +21,7 @@ def learning_rate(step: int, config: TrainConfig, *, peak_ratio: float = 1.0) ->
     """Return the learning rate of a step: linear from 0 over `warmup_steps`, then according to `lr_schedule`.
 
     `cosine` and `linear` decay right after the warm-up, and would reach the minimum at step `max_steps`, one after the
-    last. With `average_learning_rate`, schedules end at `average_start_step` instead, from which on the rate is that one.
+    last. With `average_learning_rate`, schedules end at `average_start_step`, and from there on the rate is that one.
     `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly
     to the minimum; so training can be extended from the stable phase without starting over. (In the authors' code the
     cosine starts at step 0, so that the rate drops when the warm-up ends; in this package it starts at that end.)
