@@ -84,6 +84,7 @@ def lstm_choice(learning_rate: float, **model: Any) -> dict[str, Any]:
         "segment_length": 64,
         "batch_size": 32,
         "max_grad_norm": 1.0,
+        "shuffle_length": 256,
     }
     model = {"architecture": "lstm", **LSTM_SIZES, "dropout": 0.0, **model}
     return {"recipe": None, "model": model, "train": train}

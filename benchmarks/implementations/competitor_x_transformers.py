@@ -1,4 +1,4 @@
-"""x-transformers with memory and rotary positions in `equal_time.py`, trained on consecutive segments with AdamW.
+"""x-transformers with memory and rotary positions in `equal_time.py`, trained on pieces of 256 tokens with AdamW.
 
 Settings: `segment_length`, `memory_length`, `batch_size`, `learning_rate`, the sizes `n_layer`, `n_head`, `n_embd`, and
 `ngrams`, which reach into the segment before.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import torch
-from implementations.competitor import Assignment, ConsecutiveSegments
+from implementations.competitor import Assignment, ConsecutiveSegments, in_pieces
 from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -48,7 +48,8 @@ class XTransformers:
         self.contexts = tuple(memory_length * factor for factor in (1, 2, 4))
         self.note = "rotary positions, attn_flash, memory; the memory length of scoring chosen on the validation text"
         self.versions = {"x_transformers": version("x-transformers")}
-        self._segments = ConsecutiveSegments(assignment.tokens("train"), settings["batch_size"], self.segment_length)
+        train_K = in_pieces(assignment.tokens("train"))
+        self._segments = ConsecutiveSegments(train_K, settings["batch_size"], self.segment_length)
         self._mems: list[Tensor] | None = None
 
     def loss(self) -> Tensor:

@@ -50,10 +50,14 @@ def test_training_reads_pieces_of_the_text_or_of_its_documents(tmp_path: Path) -
     )
     _, second = (int(start) for start in corpus.split("train").document_starts)
     num_tokens = len(corpus.split("train").tokens)
-    pieces = {False: [*range(0, num_tokens, 5)], True: [*range(0, second, 5), *range(second, num_tokens, 5)]}
-    for shuffle_documents, starts in pieces.items():
-        settings: dict[str, Any] = {"shuffle_length": 5, "shuffle_documents": shuffle_documents}
-        dataset = start(tmp_path / f"run-{shuffle_documents}", corpus, **settings).stepper.dataset
+    pieces = (
+        (5, False, [*range(0, num_tokens, 5)]),
+        (5, True, [*range(0, second, 5), *range(second, num_tokens, 5)]),
+        (99, False, [*range(0, num_tokens, num_tokens // 3)]),  # a piece at least for each of the three rows
+    )
+    for number, (length, shuffle_documents, starts) in enumerate(pieces):
+        settings: dict[str, Any] = {"shuffle_length": length, "shuffle_documents": shuffle_documents}
+        dataset = start(tmp_path / str(number), corpus, **settings).stepper.dataset
         assert isinstance(dataset, ShuffledDocumentDataset)
         assert dataset.document_starts.tolist() == starts
 

@@ -97,7 +97,7 @@ class TrainConfig(Settings):
     order."""
     shuffle_length: int = Field(default=0, ge=0, le=INT32_MAX)
     """Tokens of the pieces that the text, or with shuffle_documents each document, is cut into to be trained on in a
-    new random order each epoch; 0: not cut."""
+    new random order each epoch (shorter ones in a short text, so that each row has one); 0: not cut."""
     loss: Literal["full", "half"] = "full"
     """Targets in the loss: all of a segment, or only its second half."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
