@@ -115,9 +115,13 @@ def ours_choice(text: str) -> dict[str, Any]:
 
 def searched(args: argparse.Namespace) -> list[Contestant]:
     """Return all contestants of a search: three sizes of each at two rates, without and with n-gram embeddings."""
-    shapes = [(layers, width, rate) for layers, width in ((2, 256), (4, 256), (4, 384)) for rate in (2e-3, 4e-3)]
     found = []
-    for suffix, ngrams in (("", {}), ("-ngrams", NGRAMS)):
+    # n-gram embeddings need fewer layers
+    for suffix, ngrams, known in (
+        ("", {}, ((2, 256), (4, 256), (4, 384))),
+        ("-ngrams", NGRAMS, ((1, 256), (2, 256), (4, 256))),
+    ):
+        shapes = [(layers, width, rate) for layers, width in known for rate in (2e-3, 4e-3)]
         sizes = [
             {"n_layer": layers, "n_head": width // 64, "n_embd": width, "learning_rate": rate, "ngrams": ngrams}
             for layers, width, rate in shapes
