@@ -476,10 +476,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=positive, default=os.cpu_count(), help="threads of all trainings (default: cores)"
     )
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json or search-TEXT.json)"
+    )
     args = parser.parse_args()
     if args.out is None:
-        args.out = RESULTS / f"equal-time-{'search-' * args.search}{args.corpus.resolve().name}.json"
+        args.out = RESULTS / f"{'search' if args.search else 'equal-time'}-{args.corpus.resolve().name}.json"
     return args
 
 
