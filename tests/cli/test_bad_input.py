@@ -172,7 +172,7 @@ BAD_COMMANDS = [
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),
     (f"{TRAIN} --model.cutoffs 5,256", "settings: model: cutoffs 5, 256 must be below vocab_size 256"),
     (f"{TRAIN} --model.cutoffs 5,7 --model.div_val 999", "last of 2 tails .* width 0"),
-    (f"{TRAIN} --train.shuffle-documents", "has 3 documents, .* 16 sequences .*; lower --train.batch-size"),
+    (f"{TRAIN} --train.shuffle-documents", "has 3 documents or pieces .* 16 sequences .*; lower --train.batch-size"),
     # missing arguments
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to resume a run"),
     ("analyze context run --context-step 1 --max-context 2000000000", "0 have 2,000,000,000 before them"),

@@ -79,7 +79,7 @@ def test_the_default_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     flags = ["--model.n-layers", "1", "--train.batch-size", "2", "--train.max-steps", "1", "--train.warmup-steps", "9"]
     trained = txl("train", "--corpus", folder / "corpus", *flags, "--json")
-    assert "learning rate 0.005; lower --train.warmup-steps" in trained.err  # notes name settings as errors do
+    assert "learning rate 0.007; lower --train.warmup-steps" in trained.err  # notes name settings as errors do
     assert trained.object["run"] == "runs/corpus-fast-small"
     config = RunFolder.open(Path("runs/corpus-fast-small")).config
     assert (config.model.n_layers, config.model.max_ngram, config.train.optimizer) == (1, 8, "muon")
