@@ -289,6 +289,7 @@ def test_tokenizers_with_sep_and_cls_make_segments_of_two_texts(tmp_path: Path) 
         ({"bi_data": True}, {"batch_size": 3}, "model.bi_data reads half of a batch backward; give an even"),
         ({"bi_data": True}, {"batch_size": 6, "micro_batch_size": 3}, "give an even batch_size and micro_batch_size"),
         ({}, {"shuffle_documents": True}, "train.shuffle_documents true is not for xlnet"),
+        ({}, {"shuffle_length": 64}, "train.shuffle_length 64 is not for xlnet"),
         ({}, {"loss": "half"}, "train.loss half is not for xlnet"),
         ({}, {"segment_length": 1}, "reuse_length 0 leaves too little"),
     ],
