@@ -121,7 +121,7 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
         ("", {}, ((2, 256), (4, 256), (4, 384))),
         ("-ngrams", NGRAMS, ((1, 256), (2, 256), (4, 256))),
     ):
-        shapes = [(layers, width, rate) for layers, width in known for rate in (2e-3, 4e-3)]
+        shapes = [(layers, width, rate) for layers, width in known for rate in (1e-3, 2e-3)]
         sizes = [
             {"n_layer": layers, "n_head": width // 64, "n_embd": width, "learning_rate": rate, "ngrams": ngrams}
             for layers, width, rate in shapes
@@ -129,14 +129,15 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
         blocks = [{**size, "block_size": 128, "batch_size": 16} for size in sizes]
         segments = [{**size, "segment_length": 64, "memory_length": 64, "batch_size": 32} for size in sizes]
         nanochats = [
-            {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]} for block in blocks
+            {**block, "checkout": str(args.nanochat), "learning_rate": 20 * block["learning_rate"]}  # Muon's
+            for block in blocks
         ]
         own = {"max_ngram": 1, **ngrams}
         ours = [
             {
                 "recipe": "fast-small",
                 "model": {"n_layers": layers, "d_model": width, "n_heads": width // 64, "d_ff": 4 * width, **own},
-                "train": {"learning_rate": 2.5 * rate},  # Muon's
+                "train": {"learning_rate": 5 * rate},
             }
             for layers, width, rate in shapes
         ]

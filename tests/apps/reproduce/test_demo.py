@@ -14,6 +14,7 @@ import torch
 import yaml
 from refusals import txl
 
+from transformer_xl import Corpus
 from transformer_xl.apps.analyze.attention_maps import TermMaps, trace_attention
 from transformer_xl.apps.reproduce import demo
 from transformer_xl.device import environment
@@ -35,12 +36,13 @@ def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     folder = tmp_path_factory.mktemp("demo")
     recipe = {**RECIPE, "model": {**RECIPE["model"], "vocab_size": request.param}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (folder / "text.txt").write_text("".join(f"<line {number}>\n" for number in range(400)))
+    lines = (f"<line {number}>\n" + "\n" * (number % 5 == 4) for number in range(400))
+    (folder / "text.txt").write_text("".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             demo, "prepare", lambda _, out, tokenizer: prepare(folder / "text.txt", out, tokenizer=tokenizer or "byte")
         )
-        patch.setattr(demo, "PROMPT", "class <Queue>:")
+        patch.setattr(demo, "_PROMPT_LINES", 3)
         words = ["demo", "--recipe", folder / "recipe.yaml", "--out", folder / "out", "--max-tokens=100", "--json"]
         result = txl(*words, "--device=cpu")
     assert result.status == 0, result.err
@@ -88,13 +90,17 @@ def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[di
     assert [row[1] for row in curve_table] == [f"{scores['bits_per_byte']:.3f}" for scores in curve.values()]
 
 
-def test_prompt_is_marked_in_a_sample_at_each_temperature(report: tuple[dict[str, Any], Path]) -> None:
+def test_end_of_the_prompt_is_marked_in_a_sample_at_each_temperature(report: tuple[dict[str, Any], Path]) -> None:
+    """The prompt is the test text up to its last blank line among the scored tokens."""
     values, file = report
+    corpus = Corpus.open(file.parent / "corpus")
+    scored = corpus.tokenizer.decode(corpus.split("test").tokens[:100])
+    assert values["prompt"] == scored[: scored.rindex("\n\n") + 2]
     # not read_text, which would change a carriage return in the sample
     marked = re.findall(r"<pre><mark>(.*?)</mark>(.*?)</pre>", file.read_bytes().decode(), flags=re.DOTALL)
     assert list(values["samples"]) == ["0.4", "0.7", "1"]
     assert [tuple(map(unescape, parts)) for parts in marked] == [
-        (values["prompt"], text) for text in values["samples"].values()
+        ("".join(values["prompt"].splitlines(keepends=True)[-3:]), text) for text in values["samples"].values()
     ]
 
 

@@ -44,18 +44,22 @@ COLUMNS = ["model or command", "bits per byte", "tokens/s"]
 """Columns of the table of results."""
 CURVE_COLUMNS = ["memory length", "bits per byte", "against as trained", "tokens/s"]
 """Columns of the table of results by memory length."""
-PROMPT = "class Queue:\n    def __init__(self"
-"""Start of the generated sample."""
-
 _CURVE_TOKENS = 65_536  # test tokens scored with each memory length, from the start of the text
 _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
 _PARTS = 16  # of that text, whose differences give the spread
+_PROMPT_BYTES = 4096  # of the test text at most, up to a blank line; from a line or two small models repeat themselves
+_PROMPT_LINES = 12  # that are shown, its last ones
 _TEMPERATURES = (0.4, 0.7, 1.0)
 _PASSAGE = 200  # tokens that are shown with what memory gained
 _STRONG_ATTENTION = 20  # percent that have the strongest color
 
 _NUM_BYTES = 256  # a recipe with a larger vocabulary gets tokens of byte-pair encoding
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
+
+
+def prompt_end(values: Mapping[str, Any]) -> str:
+    """Return the last lines of the prompt, from the values of `run_demo`."""
+    return "".join(values["prompt"].splitlines(keepends=True)[-_PROMPT_LINES:])
 
 
 def rows(values: Mapping[str, Any]) -> list[list[str]]:
@@ -168,6 +172,8 @@ def run_demo(
         one["difference_spread"] = 2 * float(np.std(means, ddof=1)) / math.sqrt(len(means)) if means[1:] else 0.0
     ids_K = np.asarray(test.tokens[:num_tokens])
     content = run.tokenizer.decode_bytes(ids_K)
+    beginning = content[:_PROMPT_BYTES]
+    prompt = (b"".join(beginning.rpartition(b"\n\n")[:2]) or beginning).decode(errors="replace")
     values = {
         "run": str(trained.path),
         "report": str(report),
@@ -175,9 +181,9 @@ def run_demo(
         "by_memory_length": curve,
         "gzip_bits_per_byte": 8 * len(gzip.compress(content, 9)) / len(content),
         "xz_bits_per_byte": 8 * len(lzma.compress(content, preset=9)) / len(content),
-        "prompt": PROMPT,
+        "prompt": prompt,
         "samples": {
-            f"{temperature:g}": generate(run, PROMPT, max_new_tokens=300, temperature=temperature, seed=1).text
+            f"{temperature:g}": generate(run, prompt, max_new_tokens=300, temperature=temperature, seed=1).text
             for temperature in _TEMPERATURES
         },
         "seconds": time.perf_counter() - start,
@@ -313,17 +319,21 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             ),
             *passage,
             heading("Samples"),
-            paragraph("The marked text is the prompt; the model generated the rest (top-k 40, seed 1)."),
+            paragraph(
+                f"The prompt is the first {len(values['prompt']):,} characters of the test text; its last lines are "
+                "marked. The model generated the rest (top-k 40, seed 1)."
+            ),
             *(
                 element
                 for temperature, text in values["samples"].items()
-                for element in (paragraph(f"Temperature {temperature}:"), sample(PROMPT, text))
+                for element in (paragraph(f"Temperature {temperature}:"), sample(prompt_end(values), text))
             ),
             heading("What to try next"),
             verbatim(
                 "# how surprising each line of your file is to it\n"
                 f"txl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
-                f"# other prompts\ntxl generate {quoted(folder.path)} --prompt 'def' --num-samples 3\n\n"
+                f"# other prompts, best of a page or more\n"
+                f"txl generate {quoted(folder.path)} --prompt-file YOUR-FILE.py --num-samples 3\n\n"
                 f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
                 "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"

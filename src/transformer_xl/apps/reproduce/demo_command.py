@@ -31,7 +31,7 @@ def demo(
     max_tokens
         Number of test tokens to score, from the start of the test text. [default: all]
     """
-    from transformer_xl.apps.reproduce.demo import COLUMNS, CURVE_COLUMNS, curve_rows, rows, run_demo
+    from transformer_xl.apps.reproduce.demo import COLUMNS, CURVE_COLUMNS, curve_rows, prompt_end, rows, run_demo
 
     run, values = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
     if not run.finished:
@@ -41,7 +41,9 @@ def demo(
         print_json(values)
         return 0
     num_bytes, num_curve_bytes = values["test"]["bytes"], values["by_memory_length"][0]["bytes"]
-    print(f"\nA sample, generated from {values['prompt']!r}:\n\n{values['prompt']}{values['samples']['0.7']}\n")
+    print(
+        f"\nA sample, after lines of the test text:\n\n{prompt_end(values)}--- generated:\n{values['samples']['0.7']}\n"
+    )
     print_table(f"Test: {num_bytes:,} bytes of files never seen in training", COLUMNS, rows(values))
     print_table(f"The first {num_curve_bytes:,} of these bytes", CURVE_COLUMNS, curve_rows(values))
     print(f"report: {values['report']}   ({values['seconds']:,.0f} s in all)")
