@@ -49,7 +49,7 @@ _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster
 _PARTS = 16  # of that text, whose differences give the spread
 _PROMPT_BYTES = 4096  # of the test text at most, up to a blank line; from a line or two small models repeat themselves
 _PROMPT_LINES = 12  # that are shown, its last ones
-_TEMPERATURES = (0.4, 0.7, 1.0)
+_TEMPERATURES = (0.7, 1.0)
 _PASSAGE = 200  # tokens that are shown with what memory gained
 _STRONG_ATTENTION = 20  # percent that have the strongest color
 
