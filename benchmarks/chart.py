@@ -2,9 +2,8 @@
 
     python benchmarks/chart.py [--results benchmarks/results] [--docs docs]
 
-The others are docs/equal-time.md, docs/serving.md and the report of `txl demo`. Each table is between two HTML comments
-in the document, and replaces what is between them; the report's tables are a JSON file in the package. Where a file of
-results is missing, the document says `Not measured.` instead.
+The others are docs/equal-time.md and docs/serving.md. Each table is between two HTML comments in the document, and
+replaces what is between them. Where a file of results is missing, the document says `Not measured.` instead.
 """
 
 from __future__ import annotations
@@ -153,28 +152,36 @@ def gpu_kernels(results: Results) -> list[str]:
 
 
 def equal_time_tables(text: str, results: Results) -> str:
-    """Return Markdown tables of equal-time-TEXT.json, one for each time."""
+    """Return Markdown tables of equal-time-TEXT.json, one for each time, or of search-TEXT.json, two for each time."""
     machine = results["machine"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
     sizes = f"validation text {results['valid_tokens']:,} tokens, test text {results['test_tokens']:,}"
     lines = [f"## {text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
     for seconds, rows in results["tables"].items():
-        lines += [
-            "",
-            f"{seconds} seconds:",
-            "",
-            "| | bits per token | range | perplexity | seeds | parameters | steps | context | settings tried |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for row in rows:
-            low, high = row["range"]
-            span = f"{low:.3f} to {high:.3f}" if row["seeds"] > 1 else ""
-            lines.append(
-                f"| {contestant(row)} | {row['test_bits_per_token']:.3f} | {span} | "
-                f"{2 ** row['test_bits_per_token']:.4g} | {row['seeds']} | "
-                f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
-            )
+        with_ngrams = [row for row in rows if row["contestant"].endswith("-ngrams")]
+        groups = {"": rows}
+        if with_ngrams:  # a search
+            groups = {" without n-gram embeddings": [row for row in rows if row not in with_ngrams]}
+            groups[" with the n-gram embeddings of this package"] = with_ngrams
+        for words, group in groups.items():
+            lines += ["", f"{seconds} seconds{words}:", "", *_equal_time_rows(group)]
     return "\n".join(lines)
+
+
+def _equal_time_rows(rows: list[Results]) -> list[str]:
+    lines = [
+        "| | bits per token | range | perplexity | seeds | parameters | steps | context | settings tried |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = row["range"]
+        span = f"{low:.3f} to {high:.3f}" if row["seeds"] > 1 else ""
+        lines.append(
+            f"| {contestant(row)} | {row['test_bits_per_token']:.3f} | {span} | "
+            f"{2 ** row['test_bits_per_token']:.4g} | {row['seeds']} | "
+            f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
+        )
+    return lines
 
 
 def serving_table(name: str, results: Results) -> str:
@@ -216,8 +223,8 @@ def contestant(row: Results) -> str:
     settings = row["settings"]
     train = settings.get("train", settings)
     kind, *ngrams = row["contestant"].split("-ngrams")
-    name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(kind)
-    details = ["with n-gram embeddings"] if ngrams else []
+    name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(kind, kind)
+    details = []
     sizes = {"n_layers": settings.get("n_layer"), "d_model": settings.get("n_embd"), **settings.get("model", {})}
     details += [f"`{settings['recipe']}`"] if settings.get("recipe") else []
     details += [f"{sizes['n_layers']} layers of {sizes['d_model']}"] if sizes["n_layers"] else []
@@ -228,7 +235,7 @@ def contestant(row: Results) -> str:
     details += [f"rate {train['learning_rate']:g}"] if "learning_rate" in train else []
     details += [f"weight decay {train['weight_decay']:g}"] if "weight_decay" in train else []
     details += ["text read once"] if train.get("max_epochs") == 1 else []
-    return ", ".join([name or row["contestant"], *details])
+    return ", ".join([name, *details])
 
 
 def processor(machine: Results) -> str:
@@ -329,7 +336,7 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "equal-time", "serving"):
+    if name in ("gpu", "equal-time", "search", "serving"):
         return sorted(path for path in folder.glob(f"{name}-*.json") if not path.stem.endswith("-peers"))
     return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 
@@ -371,8 +378,12 @@ def main() -> None:
         print(f"## {name}\n\n{written}\n")
         text = with_table(text, name, written)
     document.write_text(text, encoding="utf-8")
-    for name, table in (("equal-time", equal_time_tables), ("serving", serving_table)):
-        document = args.docs / f"{name}.md"
+    for page, name, table in (
+        ("equal-time", "search", equal_time_tables),
+        ("equal-time", "equal-time", equal_time_tables),
+        ("serving", "serving", serving_table),
+    ):
+        document = args.docs / f"{page}.md"
         sections = [
             table(path.stem.removeprefix(f"{name}-"), json.loads(path.read_text(encoding="utf-8")))
             for path in result_files(args.results, name)
