@@ -118,7 +118,7 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
     found = []
     # n-gram embeddings need fewer layers
     for suffix, ngrams, known in (
-        ("", {}, ((2, 256), (4, 256), (4, 384))),
+        ("", {}, ((2, 256), (4, 256), (2, 384))),
         ("-ngrams", NGRAMS, ((1, 256), (2, 256), (4, 256))),
     ):
         shapes = [(layers, width, rate) for layers, width in known for rate in (1e-3, 2e-3)]

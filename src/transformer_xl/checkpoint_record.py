@@ -98,7 +98,7 @@ class Numerics(Settings):
 
     attn_implementation: str | None = None
     """The attention kernel; None for a model without one."""
-    matmul_library: Literal["blas", "onednn"] = "blas"
+    matmul_library: Literal["blas", "mixed", "onednn"] = "blas"
     """What multiplied float32 matrices on a CPU; earlier versions always left it to torch's BLAS."""
     dropout_kernel: Literal["native", "torch"] = "torch"
     """The implementation of dropout on a CPU; earlier versions had one."""

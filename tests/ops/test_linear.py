@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from transformer_xl.ops import linear as linear_module
 from transformer_xl.ops.cross_entropy import linear_cross_entropy
-from transformer_xl.ops.linear import PackedLinear, fastest_matmul_library, linear, matmul_library, packs
+from transformer_xl.ops.linear import MatmulLibrary, PackedLinear, fastest_matmul_library, linear, matmul_library, packs
 
 needs_packing = pytest.mark.skipif(not packs(torch.float32), reason="oneDNN packs no weights here")
 
@@ -85,8 +85,15 @@ def test_packed_weights_stay_out_of_copies_files_and_gradients():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", [(512, 67), (67, 512), (210, 190)])
 @pytest.mark.parametrize("shape", [(7, 11), (83,), (3, 5, 2), ()])
+@pytest.mark.parametrize(("library", "products"), [("onednn", 3), ("mixed", 2)])
 def test_gradients_of_onednn_are_those_of_float64(
-    sizes: tuple[int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *, bias: bool
+    sizes: tuple[int, int],
+    shape: tuple[int, ...],
+    library: MatmulLibrary,
+    products: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    bias: bool,
 ) -> None:
     calls = []
     product = linear_module._product()
@@ -99,13 +106,13 @@ def test_gradients_of_onednn_are_those_of_float64(
     F.linear(*exact).backward(dout.double())
     for strided in (False, True):  # inputs and gradients with gaps
         used = [tensor.clone().requires_grad_() for tensor in tensors]
-        with matmul_library("onednn"):
+        with matmul_library(library):
             out = linear(torch.stack([used[0], used[0]], -1)[..., 0] if strided else used[0], *used[1:])
-        torch.testing.assert_close(out.double(), F.linear(*exact), rtol=0, atol=2e-4)
-        out.backward(torch.stack([dout, dout], -1)[..., 0] if strided else dout)
+            torch.testing.assert_close(out.double(), F.linear(*exact), rtol=0, atol=2e-4)
+            out.backward(torch.stack([dout, dout], -1)[..., 0] if strided else dout)
         for tensor, expected in zip(used, exact, strict=True):
             torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=0, atol=2e-4)
-    assert len(calls) >= 4
+    assert len(calls) == 2 * products
 
 
 @needs_packing
@@ -119,34 +126,36 @@ def test_onednn_computes_no_gradient_of_a_frozen_weight() -> None:
 
 @needs_packing
 @pytest.mark.parametrize("max_logits", [2**22, 1000])
-def test_cross_entropy_is_the_same_with_both_libraries(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_is_the_same_with_all_libraries(max_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformer_xl.ops.cross_entropy._MAX_LOGITS", max_logits)
     torch.manual_seed(1)
     tensors, target = [torch.randn(23, 130), torch.randn(307, 130), torch.randn(307)], torch.randint(307, (23,))
     results = []
-    for library in ("blas", "onednn"):
+    for library in ("blas", "mixed", "onednn"):
         used = [tensor.clone().requires_grad_() for tensor in tensors]
         with matmul_library(library):
             losses = linear_cross_entropy(*used, target)
         losses.sum().backward()
         results.append([losses.detach(), *(tensor.grad for tensor in used)])
-    for blas, onednn in zip(*results, strict=True):
-        torch.testing.assert_close(onednn, blas, rtol=1e-4, atol=1e-4)
+    for blas, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, blas, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("vendor", "family", "expected"),
+    ("vendor", "family", "flags", "expected"),
     [
-        ("AuthenticAMD", "26", "onednn"),
-        ("AuthenticAMD", "25", "blas"),
-        ("GenuineIntel", "26", "blas"),
-        ("", "", "blas"),
+        ("AuthenticAMD", "26", "avx2 avx512f", "onednn"),
+        ("AuthenticAMD", "25", "avx2 avx512f", "mixed"),
+        ("AuthenticAMD", "25", "avx2", "blas"),
+        ("GenuineIntel", "26", "avx2 avx512f", "blas"),
+        ("", "", "", "blas"),
     ],
 )
 def test_library_is_chosen_by_the_processor(
-    vendor: str, family: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    vendor: str, family: str, flags: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {"vendor_id": vendor, "cpu family": family}
+    fields = {"vendor_id": vendor, "cpu family": family, "flags": flags}
     monkeypatch.setattr(linear_module, "processor_field", fields.__getitem__)
     monkeypatch.setattr(linear_module, "packs", lambda _: True)
     assert fastest_matmul_library.__wrapped__() == expected

@@ -3,8 +3,9 @@
 torch has two libraries for float32 on x86: MKL, which `F.linear` calls, and oneDNN. `benchmarks/linear.py` compares
 both. bfloat16 is always oneDNN's.
 
-- With gradients, `linear` takes oneDNN on AMD processors from Zen 5 on, whose units of 512 bits MKL does not use, and
-  MKL elsewhere. Nothing is packed, as weights change in each step.
+- With gradients, `linear` takes oneDNN on AMD processors from Zen 5 on, whose units of 512 bits MKL does not use; on
+  Zen 4 too, but MKL for the gradients of smaller weights; and MKL elsewhere. Nothing is packed, as weights change in
+  each step.
 - For inference, `PackedLinear.pack` packs a matrix once into the layout in which oneDNN's products read it. A row of a
   result does not depend on the number of threads, and for inputs of at most 1,024 numbers not on the other rows (a row
   of 1,536 numbers alone is summed in another order, and so are rows in bfloat16 on a processor with AMX). Other
@@ -32,14 +33,15 @@ from transformer_xl.device import processor_field
 
 _MIN_WEIGHTS = 2**18  # below, the product takes less time than is saved
 _MIN_ONEDNN = 2**12  # weights below which `linear` stays with torch: calling oneDNN takes longer than is saved
-_MIN_ONEDNN_GRADIENT = 2**15  # the same for the gradient of the weights
-_ZEN5_FAMILY = 26
+_MIN_ONEDNN_GRADIENT = {"onednn": 2**15, "mixed": 2**20}  # the same for the gradient of the weights
+_ZEN4_FAMILY, _ZEN5_FAMILY = 25, 26
 _PLAIN = (Tensor, nn.Parameter)  # not subclasses, such as quantized or sharded tensors
 _ROWS = 512  # for which oneDNN chooses the layout; of 1, 16, 64 and 512 it was fastest for nearly all numbers of rows
 
 
-MatmulLibrary = Literal["blas", "onednn"]
-"""What multiplies float32 matrices where gradients are computed: torch's BLAS (MKL on x86), or oneDNN."""
+MatmulLibrary = Literal["blas", "mixed", "onednn"]
+"""What multiplies float32 matrices where gradients are computed: torch's BLAS (MKL on x86), oneDNN, or oneDNN but for
+the gradients of weights that are not large."""
 
 _library = ContextVar[MatmulLibrary | None]("library", default=None)
 
@@ -47,10 +49,11 @@ _library = ContextVar[MatmulLibrary | None]("library", default=None)
 @cache
 def fastest_matmul_library() -> MatmulLibrary:
     """Return the faster library for training in float32 on this processor, from a fixed table, never by timing."""
-    is_amd, family = processor_field("vendor_id") == "AuthenticAMD", processor_field("cpu family")
-    return (
-        "onednn" if is_amd and family.isdecimal() and int(family) >= _ZEN5_FAMILY and packs(torch.float32) else "blas"
-    )
+    family = processor_field("cpu family")
+    if processor_field("vendor_id") != "AuthenticAMD" or not family.isdecimal() or not packs(torch.float32):
+        return "blas"
+    is_zen4 = int(family) == _ZEN4_FAMILY and "avx512f" in processor_field("flags").split()  # Zen 3 has no AVX512
+    return "onednn" if int(family) >= _ZEN5_FAMILY else "mixed" if is_zen4 else "blas"
 
 
 @contextmanager
@@ -78,7 +81,7 @@ def takes_onednn(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool
         # wrong shapes are left to torch, which says what is wrong
         and x_XI.shape[-1] == weight_OI.shape[1]
         and (bias_O is None or (bias_O.shape == weight_OI.shape[:1] and bias_O.dtype == torch.float32))
-        and (_library.get() or fastest_matmul_library()) == "onednn"
+        and (_library.get() or fastest_matmul_library()) != "blas"
         and packs(torch.float32)
         and bool(torch.backends.mkldnn.enabled)
         and not is_transformed()
@@ -106,7 +109,8 @@ def multiply(x_XI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 def multiply_weight_gradient(x_RI: Tensor, dout_RO: Tensor) -> Tensor:
     """Return dout.T @ x, (O, I), by oneDNN, which wants the narrower operand first; by torch where few weights."""
     input_width, output_width = x_RI.shape[1], dout_RO.shape[1]
-    if input_width * output_width < _MIN_ONEDNN_GRADIENT:
+    library = _library.get() or fastest_matmul_library()
+    if library == "blas" or input_width * output_width < _MIN_ONEDNN_GRADIENT[library]:
         return dout_RO.t() @ x_RI
     if output_width <= input_width:
         return multiply(dout_RO.t(), x_RI.t())

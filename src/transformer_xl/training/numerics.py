@@ -25,7 +25,7 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 # from the fastest; the last works everywhere
 _ORDERS = {
     "attn_implementation": [None, *KERNELS],
-    "matmul_library": ["onednn", "blas"],
+    "matmul_library": ["onednn", "mixed", "blas"],
     "dropout_kernel": ["native", "torch"],
     "norm_kernel": ["native", "torch"],
 }
@@ -55,8 +55,8 @@ def choose_numerics(
         kernel = None if recorded is None else recorded.attn_implementation
         if kernel not in KERNELS or not KERNELS[kernel].fits(device, dtype):
             kernel = choose("auto", device, dtype).name
-    library = fastest_matmul_library() if recorded is None else recorded.matmul_library
-    is_cpu = device.type == "cpu"  # elsewhere torch computes dropout and RMSNorm, whatever is recorded
+    is_cpu = device.type == "cpu"  # elsewhere torch computes products, dropout and RMSNorm, whatever is recorded
+    library = recorded.matmul_library if recorded is not None else fastest_matmul_library() if is_cpu else "blas"
     dropout = norm = fastest() if is_cpu else "torch"
     if recorded is not None and (norm == "native" or not is_cpu):
         dropout, norm = recorded.dropout_kernel, recorded.norm_kernel
