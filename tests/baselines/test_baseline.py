@@ -167,6 +167,10 @@ def test_continuous_inputs_equal_the_embedding(tokens, name):
         (lambda model: model(torch.zeros(2, 3).long(), model.initial_memory(3)), "batch size 3 .* batch size 2"),
         (lambda model: model(torch.zeros(2, 3).long(), lengths=torch.ones(3).long()), "lengths"),
         (lambda model: model(torch.zeros(2, 3).long(), lengths=torch.tensor([1, 4])), r"lengths \[1, 4\].* 0 to 3"),
+        (
+            lambda model: model(torch.zeros(2, 3).long(), lengths=torch.tensor([1.0, 3.0])),
+            "dtype torch.float32; give integers",
+        ),
     ],
 )
 def test_invalid_calls_raise(call, text):

@@ -53,7 +53,8 @@ def test_training_reads_pieces_of_the_text_or_of_its_documents(tmp_path: Path) -
     pieces = (
         (5, False, [*range(0, num_tokens, 5)]),
         (5, True, [*range(0, second, 5), *range(second, num_tokens, 5)]),
-        (99, False, [*range(0, num_tokens, num_tokens // 3)]),  # a piece at least for each of the three rows
+        (6, False, [*range(0, num_tokens, 5)]),  # as many for each of the three rows
+        (99, False, [*range(0, num_tokens, num_tokens // 3)]),
     )
     for number, (length, shuffle_documents, starts) in enumerate(pieces):
         settings: dict[str, Any] = {"shuffle_length": length, "shuffle_documents": shuffle_documents}

@@ -375,6 +375,8 @@ class LanguageModel(ModelWithMemory):
             raise UserError(
                 f"lengths of shape {tuple(lengths_B.shape)} for batch size {len(inputs_BTD)}; expected one for each row"
             )
+        if lengths_B is not None and (lengths_B.is_floating_point() or lengths_B.dtype == torch.bool):
+            raise UserError(f"lengths of dtype {lengths_B.dtype}; give integers, the number of tokens of each row")
         if lengths_B is not None and lengths_B.device.type == "cpu" and not torch.compiler.is_compiling():
             num_new = inputs_BTD.shape[1]
             if ((lengths_B < 0) | (lengths_B > num_new)).any():

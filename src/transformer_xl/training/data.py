@@ -63,8 +63,9 @@ def training_dataset(corpus: Corpus, run: RunConfig, world: DistributedContext =
     if config.shuffle_documents or config.shuffle_length:
         starts = split.document_starts if config.shuffle_documents else split.document_starts[:1]
         if config.shuffle_length:
-            per_row = max(1, len(split.tokens) // config.batch_size)  # of a short text each row has a piece
-            starts = cut(starts, len(split.tokens), min(config.shuffle_length, per_row))
+            # rows of a short text have equally many pieces, one at least
+            per_row = max(1, len(split.tokens) // config.batch_size)
+            starts = cut(starts, len(split.tokens), -(-per_row // -(-per_row // config.shuffle_length)))
         dataset = ShuffledDocumentDataset(split.tokens, starts, **sizes, bos_token_id=bos_token_id, seed=config.seed)
     if (model := run.model.orders) is not None:
         dataset = PermutedDataset(

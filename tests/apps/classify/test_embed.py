@@ -15,6 +15,7 @@ from small_runs import MEMORY, MODELS, SEGMENT, ids, make_run
 
 from transformer_xl import Run, SurprisalStream, UserError, embed, generate
 from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.integrations.checkpoints.pretrained import config_values
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
@@ -79,7 +80,10 @@ def test_steps_hold_no_more_of_a_longer_document(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("name", "evaluation"),
-    [("transformer-xl", {"method": "dynamic"}), ("xlnet", {"method": "both-sides", "num_orders": 3})],
+    [
+        ("transformer-xl", {"method": "sliding-window"}),
+        ("xlnet", {"method": "both-sides", "num_orders": 3}),
+    ],
 )
 def test_what_only_reads_takes_no_method_from_the_run(name: str, evaluation: dict[str, Any], tmp_path: Path) -> None:
     run, plain = make_run(tmp_path / "run", name, evaluation=evaluation), make_run(tmp_path / "plain", name)
@@ -88,6 +92,8 @@ def test_what_only_reads_takes_no_method_from_the_run(name: str, evaluation: dic
     np.testing.assert_array_equal(scored.nats_K, wanted.nats_K)
     completion, wanted_completion = (generate(which, "a text", max_new_tokens=4, seed=1) for which in (run, plain))
     assert completion.token_ids == wanted_completion.token_ids
+    if name == "transformer-xl":
+        assert config_values(run.config, None) == config_values(plain.config, None)
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:

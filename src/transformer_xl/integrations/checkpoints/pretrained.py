@@ -20,7 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from transformer_xl.checkpoint_record import MemoryLengths
-from transformer_xl.config import ARCHITECTURES, ModelConfig, RunConfig, UserError, check_settings, run_settings
+from transformer_xl.config import (
+    ARCHITECTURES,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    UserError,
+    check_settings,
+    run_settings,
+)
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import atomic_folder, write_json, write_text
 from transformer_xl.integrations.checkpoints.source_config import ImportedModel, check_counts, format_value
@@ -92,7 +100,8 @@ def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> di
     Raises:
         UserError: the run has an extended context.
     """
-    plan = EvaluationPlan.resolve(config, memory_lengths=memory_lengths)
+    # transformers reads with memory, whatever method the run is evaluated with
+    plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory"), memory_lengths=memory_lengths)
     plan.refuse_extended_context("a model in transformers")
     flat = config.model.flat()
     values = {theirs: flat[ours] for ours, theirs in setting_names(config.model.architecture).items()}
