@@ -156,7 +156,9 @@ def equal_time_tables(text: str, results: Results) -> str:
     machine = results["machine"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
     sizes = f"validation text {results['valid_tokens']:,} tokens, test text {results['test_tokens']:,}"
-    lines = [f"## {text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
+    contestants = [row["contestant"] for rows in results["tables"].values() for row in rows]
+    search = "A search on " if any(name.endswith("-ngrams") for name in contestants) else ""
+    lines = [f"### {search}{text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
     for seconds, rows in results["tables"].items():
         with_ngrams = [row for row in rows if row["contestant"].endswith("-ngrams")]
         groups = {"": rows}
@@ -227,7 +229,9 @@ def contestant(row: Results) -> str:
     details = []
     sizes = {"n_layers": settings.get("n_layer"), "d_model": settings.get("n_embd"), **settings.get("model", {})}
     details += [f"`{settings['recipe']}`"] if settings.get("recipe") else []
-    details += [f"{sizes['n_layers']} layers of {sizes['d_model']}"] if sizes["n_layers"] else []
+    details += (
+        [f"{sizes['n_layers']} layer{'s' * (sizes['n_layers'] > 1)} of {sizes['d_model']}"] if sizes["n_layers"] else []
+    )
     if settings.get("model", {}).get("architecture") == "lstm":
         details += ["with n-gram embeddings"] if "max_ngram" in settings["model"] and not ngrams else []
     details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []

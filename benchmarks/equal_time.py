@@ -17,12 +17,13 @@ of the block. The results are the means over the seeds, with their range.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated, so a
 comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
-leaves out all but the N best choices of the longest shorter time in the file, or with `--best-of FILE` of the shortest
-time in the file of another text.
+leaves out all but the N best models, each at its best rate, of the longest shorter time in the file, or with
+`--best-of FILE` of the same time in another file, or else of its shortest.
 
-With `--search` the settings of all contestants are chosen alike: of each, three sizes at two learning rates. Then there
+With `--search` the settings of all contestants are chosen alike: of each, two sizes at three learning rates. Then there
 are ours-ngrams, lstm-ngrams and so on besides, the same models with the n-gram embeddings of `fast-small`, and `ours`
-and `lstm` have none.
+and `lstm` have none. Those with n-gram embeddings read the text once at most, as they learn by heart what they read
+twice.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16
 
 HERE = Path(__file__).parent
+STEP_TOKENS = 2048  # of all contestants
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 256}
 LSTM_SIZES = {"n_layers": 2, "d_model": 448}  # 3.2 million parameters in the layers
 """Architecture of this package's LSTM."""
@@ -114,37 +116,37 @@ def ours_choice(text: str) -> dict[str, Any]:
 
 
 def searched(args: argparse.Namespace) -> list[Contestant]:
-    """Return all contestants of a search: three sizes of each at two rates, without and with n-gram embeddings."""
+    """Return all contestants of a search: two sizes of each at three rates, without and with n-gram embeddings."""
     found = []
     # n-gram embeddings need fewer layers
-    for suffix, ngrams, known in (
-        ("", {}, ((2, 256), (4, 256), (2, 384))),
-        ("-ngrams", NGRAMS, ((1, 256), (2, 256), (4, 256))),
-    ):
-        shapes = [(layers, width, rate) for layers, width in known for rate in (1e-3, 2e-3)]
+    for suffix, ngrams, depths in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
+        shapes = [(layers, rate) for layers in depths for rate in (1e-3, 2e-3, 4e-3)]
         sizes = [
-            {"n_layer": layers, "n_head": width // 64, "n_embd": width, "learning_rate": rate, "ngrams": ngrams}
-            for layers, width, rate in shapes
+            {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
+            for layers, rate in shapes
         ]
         blocks = [{**size, "block_size": 128, "batch_size": 16} for size in sizes]
-        segments = [{**size, "segment_length": 64, "memory_length": 64, "batch_size": 32} for size in sizes]
+        segments = [
+            {**size, "segment_length": 64, "memory_length": 64, "batch_size": 32, "shuffle_length": 256}
+            for size in sizes
+        ]
         nanochats = [
-            {**block, "checkout": str(args.nanochat), "learning_rate": 20 * block["learning_rate"]}  # Muon's
+            {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]}  # Muon's
             for block in blocks
         ]
-        own = {"max_ngram": 1, **ngrams}
+        own, epochs = {"max_ngram": 1, **ngrams}, {} if ngrams else {"max_epochs": None}
         ours = [
             {
                 "recipe": "fast-small",
-                "model": {"n_layers": layers, "d_model": width, "n_heads": width // 64, "d_ff": 4 * width, **own},
-                "train": {"learning_rate": 5 * rate},
+                "model": {"n_layers": layers, "d_model": 256, "n_heads": 4, "d_ff": 1024, **own},
+                "train": {"learning_rate": 5 * rate, **epochs},
             }
-            for layers, width, rate in shapes
+            for layers, rate in shapes
         ]
         lstms = [
-            lstm_choice(rate, n_layers=layers, d_model=width, **ngrams)
-            for layers, width in ((1, 448), (2, 448), (2, 640))
-            for rate in (4e-3, 8e-3)  # 2e-3 was behind these at 60 seconds
+            lstm_choice(rate, n_layers=layers, d_model=448, **ngrams)
+            for layers in (1, 2)
+            for rate in (2e-3, 4e-3, 8e-3)
         ]
         found += [
             Contestant(f"ours{suffix}", "competitor_ours", ours),
@@ -172,8 +174,9 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
             **SIZES,
             "segment_length": length,
             "memory_length": length,
-            "batch_size": 2048 // length,
+            "batch_size": STEP_TOKENS // length,
             "learning_rate": rate,
+            "shuffle_length": 256,
         }
         for rate in (1e-3, 2e-3, 4e-3)
         for length in (64, 128)
@@ -324,6 +327,8 @@ class Comparison:
         step_seconds = self.step_seconds(contestant, settings)
         assert step_seconds is not None
         steps = max(2, round(self.args.seconds / step_seconds))
+        if contestant.name.endswith("-ngrams"):
+            steps = min(steps, -(-self.corpus.split("train").num_tokens // STEP_TOKENS))
         result = self.run(contestant, settings, seed, steps, max(1, self.args.threads // self.args.jobs))
         entry = {**key, "commit": commit(), **result}
         say(f"{contestant.name}, seed {seed}: {describe(valid_loss(entry))} valid after {steps} steps; {settings}")
@@ -333,7 +338,7 @@ class Comparison:
         return entry
 
     def best_of_shorter(self, contestant: Contestant) -> list[dict[str, Any]]:
-        """Return a contestant's best choices of another time; all if --best was not given.
+        """Return a contestant's best choices of another time, or of this one in another file; all without --best.
 
         Raises:
             UserError: a choice has no training of that time.
@@ -343,23 +348,28 @@ class Comparison:
             return choices
         if self.args.best_of:
             trainings = json.loads(file.read_text(encoding="utf-8"))["trainings"]
-            seconds = min(entry["seconds"] for entry in trainings)
+            times = {entry["seconds"] for entry in trainings}
+            seconds = self.args.seconds if self.args.seconds in times else min(times)
         else:
             trainings = self.trainings
             seconds = max((e["seconds"] for e in trainings if e["seconds"] < self.args.seconds), default=0)
-        losses = []
-        for choice in choices:
+        best: dict[str, tuple[float, int]] = {}  # of each model, over its rates
+        found = 0
+        for index, choice in enumerate(choices):
             same = [
                 valid_loss(entry)
                 for entry in trainings
                 if entry["seconds"] == seconds
                 and (entry["contestant"], entry["settings"]) == (contestant.name, without_checkout(choice))
             ]
-            if not same:
-                raise UserError(f"--best needs all choices of {contestant.name} at a shorter time in {file}")
-            losses.append(same[0])  # that of the first seed, which all choices have
-        order = sorted(range(len(choices)), key=losses.__getitem__)
-        return [choices[index] for index in sorted(order[: self.args.best])]
+            if same:
+                found += 1
+                shape = json.dumps(without_rate(choice))
+                best[shape] = min(best.get(shape, (math.inf, 0)), (same[0], index))  # the first seed's, which all have
+        # of the same time the file of another text may have the best choices only
+        if found < (self.args.best if seconds == self.args.seconds else len(choices)):
+            raise UserError(f"--best needs all choices of {contestant.name} at a shorter time in {file}")
+        return [choices[index] for _, index in sorted(best.values())[: self.args.best]]
 
     def write(self) -> None:
         """Write all results with the tables that follow from them."""
@@ -461,7 +471,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="choose the sizes and rates of all contestants alike")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
     parser.add_argument("--lstm-changes", default="", help="tried with each choice of the LSTM: train.NAME=VALUE ...")
-    parser.add_argument("--best", type=positive, help="train only the best N choices of a shorter time in the file")
+    parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")

@@ -99,7 +99,7 @@ def random_blocks(train_K: Tensor, batch_size: int, block_size: int) -> tuple[Te
     return blocks_BT[:, :-1].contiguous(), blocks_BT[:, 1:].contiguous()  # nanoGPT calls view on them
 
 
-def in_pieces(train_K: Tensor, length: int = 256) -> Tensor:
+def in_pieces(train_K: Tensor, length: int) -> Tensor:
     """Return the text in pieces of so many tokens in random order, as `train.shuffle_length` reads it."""
     pieces = train_K.split(length)
     return torch.cat([pieces[index] for index in torch.randperm(len(pieces)).tolist()])

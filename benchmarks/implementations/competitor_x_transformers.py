@@ -48,7 +48,7 @@ class XTransformers:
         self.contexts = tuple(memory_length * factor for factor in (1, 2, 4))
         self.note = "rotary positions, attn_flash, memory; the memory length of scoring chosen on the validation text"
         self.versions = {"x_transformers": version("x-transformers")}
-        train_K = in_pieces(assignment.tokens("train"))
+        train_K = in_pieces(assignment.tokens("train"), settings["shuffle_length"])
         self._segments = ConsecutiveSegments(train_K, settings["batch_size"], self.segment_length)
         self._mems: list[Tensor] | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_tables_are_replaced_between_their_comments():
     assert chart.with_table(once, "gpu", "old") == text
     with pytest.raises(AssertionError, match="comments of kernels exactly once"):
         chart.with_table(text, "kernels", "")
+
+
+def test_documents_are_as_the_results_say(tmp_path, monkeypatch):
+    for name in ("speed", "equal-time", "serving"):
+        shutil.copy(ROOT / "docs" / f"{name}.md", tmp_path)
+    run_main(monkeypatch, chart.main, f"chart.py --docs {tmp_path}")
+    for document in tmp_path.glob("*.md"):
+        assert document.read_text() == (ROOT / "docs" / document.name).read_text(), document.name
 
 
 def test_golden_numbers_that_differ_in_one_bit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

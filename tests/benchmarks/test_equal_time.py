@@ -16,7 +16,7 @@ from equal_time import compare, ours_choice
 from implementations.competitor import overlapping_windows, window_nats
 from implementations.hashed_ngrams import EmbeddingWithNgrams
 
-from transformer_xl import prepare
+from transformer_xl import Corpus, prepare
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.model.ngrams import NgramEmbedding
 
@@ -129,6 +129,26 @@ def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Na
     assert [(of["steps"], of["seed"]) for of in processes.assignments] == [(30, 1), (30, 1), (30, 2), (30, 2)]
     tables = json.loads(args.out.read_text())["tables"]
     assert {name: {row["seeds"] for row in table} for name, table in tables.items()} == {"1": {2}, "3": {2}}
+
+
+def test_a_search_goes_on_with_the_best_rate_of_each_size_and_reads_ngrams_once(
+    args: argparse.Namespace, processes: Processes
+) -> None:
+    args.search, args.contestants, args.seeds = True, "gpt2,gpt2-ngrams", "1"
+    compare(args)
+    processes.assignments.clear()
+    args.best, args.best_of, args.out = 2, args.out, args.out.with_name("longer.json")
+    args.seconds = 3.0
+    compare(args)
+    epoch = -(-Corpus.open(args.corpus).split("train").num_tokens // equal_time.STEP_TOKENS)
+    assert epoch < 30
+    trained = [(of["steps"], of["settings"]) for of in processes.assignments if of["steps"]]
+    assert [(steps, settings["n_layer"], settings["learning_rate"]) for steps, settings in trained] == [
+        (30, 2, 2e-3),
+        (epoch, 1, 2e-3),
+        (30, 4, 2e-3),
+        (epoch, 2, 2e-3),
+    ]
 
 
 def test_a_process_trains_and_scores(args: argparse.Namespace) -> None:
