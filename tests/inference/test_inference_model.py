@@ -55,7 +55,7 @@ def test_results_are_those_of_the_model_which_stays_as_it_is(tokens):
     for method in (model.logits, model.nats, model.topk):
         arguments = (expected_BTD, *{"nats": [text_BT], "topk": [2]}.get(method.__name__, []))
         actual, expected = getattr(prepared, method.__name__)(*arguments), method(*arguments)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-5)  # sums in another order
 
 
 @pytest.mark.parametrize("make", [wide_model, None], ids=["packed", "small"])
