@@ -152,21 +152,18 @@ def gpu_kernels(results: Results) -> list[str]:
 
 
 def equal_time_tables(text: str, results: Results) -> str:
-    """Return Markdown tables of equal-time-TEXT.json, one for each time, or of search-TEXT.json, two for each time."""
+    """Return Markdown tables of equal-time-TEXT.json: for each time one without and one with n-gram embeddings."""
     machine = results["machine"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
     sizes = f"validation text {results['valid_tokens']:,} tokens, test text {results['test_tokens']:,}"
-    contestants = [row["contestant"] for rows in results["tables"].values() for row in rows]
-    search = "A search on " if any(name.endswith("-ngrams") for name in contestants) else ""
-    lines = [f"### {search}{text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
+    lines = [f"### {text}", "", f"{hardware}, {results['dtype']}; {sizes}."]
     for seconds, rows in results["tables"].items():
-        with_ngrams = [row for row in rows if row["contestant"].endswith("-ngrams")]
-        groups = {"": rows}
-        if with_ngrams:  # a search
-            groups = {" without n-gram embeddings": [row for row in rows if row not in with_ngrams]}
-            groups[" with the n-gram embeddings of this package"] = with_ngrams
-        for words, group in groups.items():
-            lines += ["", f"{seconds} seconds{words}:", "", *_equal_time_rows(group)]
+        for words, ngrams in (
+            ("without n-gram embeddings", False),
+            ("with the n-gram embeddings of this package", True),
+        ):
+            group = [row for row in rows if row["contestant"].endswith("-ngrams") == ngrams]
+            lines += ["", f"{seconds} seconds {words}:", "", *_equal_time_rows(group)] if group else []
     return "\n".join(lines)
 
 
@@ -224,22 +221,15 @@ def contestant(row: Results) -> str:
     """Return the name of a contestant of equal_time.py with the settings that were best."""
     settings = row["settings"]
     train = settings.get("train", settings)
-    kind, *ngrams = row["contestant"].split("-ngrams")
+    kind = row["contestant"].removesuffix("-ngrams")
     name = {"ours": "this package", "lstm": "LSTM", "nanogpt": "nanoGPT", "gpt2": "GPT-2"}.get(kind, kind)
     details = []
     sizes = {"n_layers": settings.get("n_layer"), "d_model": settings.get("n_embd"), **settings.get("model", {})}
     details += [f"`{settings['recipe']}`"] if settings.get("recipe") else []
-    details += (
-        [f"{sizes['n_layers']} layer{'s' * (sizes['n_layers'] > 1)} of {sizes['d_model']}"] if sizes["n_layers"] else []
-    )
-    if settings.get("model", {}).get("architecture") == "lstm":
-        details += ["with n-gram embeddings"] if "max_ngram" in settings["model"] and not ngrams else []
+    details += [f"{sizes['n_layers']} layer{'s' * (sizes['n_layers'] > 1)} of {sizes['d_model']}"]
     details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []
     details += [f"segments of {settings['segment_length']}"] if "segment_length" in settings else []
-    details += [f"rate {train['learning_rate']:g}"] if "learning_rate" in train else []
-    details += [f"weight decay {train['weight_decay']:g}"] if "weight_decay" in train else []
-    details += ["text read once"] if train.get("max_epochs") == 1 else []
-    return ", ".join([name, *details])
+    return ", ".join([name, *details, f"rate {train['learning_rate']:g}"])
 
 
 def processor(machine: Results) -> str:
@@ -340,7 +330,7 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
 
 def result_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a benchmark: those of all devices, texts or runs, or of all kinds of processors."""
-    if name in ("gpu", "equal-time", "search", "serving"):
+    if name in ("gpu", "equal-time", "serving"):
         return sorted(path for path in folder.glob(f"{name}-*.json") if not path.stem.endswith("-peers"))
     return [path for kind in PROCESSOR_KINDS if (path := folder / f"{name}-{kind}.json").is_file()]
 
@@ -383,7 +373,6 @@ def main() -> None:
         text = with_table(text, name, written)
     document.write_text(text, encoding="utf-8")
     for page, name, table in (
-        ("equal-time", "search", equal_time_tables),
         ("equal-time", "equal-time", equal_time_tables),
         ("serving", "serving", serving_table),
     ):

@@ -1,15 +1,18 @@
 """Compares the language models that different programs train in the same time, on the same text and processor.
 
     python benchmarks/equal_time.py --corpus DIR --seconds 60 [--seeds 1,2,3] [--contestants ours,lstm,nanogpt,...]
-        [--nanogpt CHECKOUT] [--peers .venv-peers/bin/python] [--ours RECIPE[:SETTING=VALUE...],...] [--out FILE]
+        [--nanogpt CHECKOUT] [--nanochat CHECKOUT] [--peers .venv-peers/bin/python] [--out FILE]
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
-    python benchmarks/equal_time.py --corpus DIR --seconds 300 --search [--nanochat CHECKOUT] ...
+
+The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
+those of `fast-small` (ours-ngrams, lstm-ngrams and so on). Those with n-gram embeddings read the text once at most, as
+they learn by heart what they read twice.
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
 median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
 `--seconds`: every choice of its settings with the first seed, then the choice with the lowest validation loss with the
-other seeds. As the number of steps is fixed, these trainings may run at any time, side by side (`--jobs`). The models
-of others have about 3.2 million parameters in their layers. Time excludes the first step, validation and scoring.
+other seeds. As the number of steps is fixed, these trainings may run at any time, side by side (`--jobs`). Time
+excludes the first step, validation and scoring.
 
 Every token of the scored text is scored exactly once, and each contestant uses the context that is best on the
 validation text: a memory length where it has memory, else overlapping windows whose tokens see at least seven eighths
@@ -19,11 +22,6 @@ Results are added to the output file after each training, and trainings that it 
 comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
 leaves out all but the N best models, each at its best rate, of the longest shorter time in the file, or with
 `--best-of FILE` of the same time in another file, or else of its shortest.
-
-With `--search` the settings of all contestants are chosen alike: of each, two sizes at three learning rates. Then there
-are ours-ngrams, lstm-ngrams and so on besides, the same models with the n-gram embeddings of `fast-small`, and `ours`
-and `lstm` have none. Those with n-gram embeddings read the text once at most, as they learn by heart what they read
-twice.
 """
 
 from __future__ import annotations
@@ -56,11 +54,8 @@ from transformer_xl.device import has_bfloat16
 
 HERE = Path(__file__).parent
 STEP_TOKENS = 2048  # of all contestants
-SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 256}
-LSTM_SIZES = {"n_layers": 2, "d_model": 448}  # 3.2 million parameters in the layers
-"""Architecture of this package's LSTM."""
 NGRAMS = {"max_ngram": 8, "ngram_buckets": 65_536, "d_ngram": 32}
-"""The n-gram embeddings of the recipe `fast-small`, which the LSTM is tried with too."""
+"""The n-gram embeddings of the recipe `fast-small`."""
 
 
 @dataclass(frozen=True)
@@ -78,45 +73,8 @@ class Contestant:
         return self.implementation != "competitor_ours"
 
 
-def lstm_choice(learning_rate: float, **model: Any) -> dict[str, Any]:
-    """Return settings of this package's LSTM."""
-    train = {
-        "optimizer": "adamw",
-        "learning_rate": learning_rate,
-        "segment_length": 64,
-        "batch_size": 32,
-        "max_grad_norm": 1.0,
-        "shuffle_length": 256,
-    }
-    model = {"architecture": "lstm", **LSTM_SIZES, "dropout": 0.0, **model}
-    return {"recipe": None, "model": model, "train": train}
-
-
-def ours_choice(text: str) -> dict[str, Any]:
-    """Parse RECIPE[:GROUP.SETTING=VALUE...], such as small:train.optimizer=muon:model.n_layers=6.
-
-    Raises:
-        UserError: a setting has another form.
-    """
-    recipe, *settings = text.split(":")
-    choice: dict[str, Any] = {"recipe": recipe, "model": {}, "train": {}}
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        *groups, name = name.split(".")
-        if not groups or groups[0] not in ("model", "train", "evaluation") or not name or not value:
-            raise UserError(f"'{setting}' is not a setting; give model.NAME=VALUE or train.NAME=VALUE")
-        into = choice
-        for group in groups:
-            into = into.setdefault(group, {})
-        try:
-            into[name] = json.loads(value)
-        except ValueError:
-            into[name] = value  # a word
-    return choice
-
-
-def searched(args: argparse.Namespace) -> list[Contestant]:
-    """Return all contestants of a search: two sizes of each at three rates, without and with n-gram embeddings."""
+def all_contestants(args: argparse.Namespace) -> list[Contestant]:
+    """Return all contestants with two sizes of each at three rates, without and with n-gram embeddings."""
     found = []
     # n-gram embeddings need fewer layers
     for suffix, ngrams, depths in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
@@ -143,8 +101,19 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
             }
             for layers, rate in shapes
         ]
+        adamw = {
+            "optimizer": "adamw",
+            "segment_length": 64,
+            "batch_size": 32,
+            "max_grad_norm": 1.0,
+            "shuffle_length": 256,
+        }
         lstms = [
-            lstm_choice(rate, n_layers=layers, d_model=448, **ngrams)
+            {
+                "recipe": None,
+                "model": {"architecture": "lstm", "n_layers": layers, "d_model": 448, "dropout": 0.0, **ngrams},
+                "train": {**adamw, "learning_rate": rate},
+            }
             for layers in (1, 2)
             for rate in (2e-3, 4e-3, 8e-3)
         ]
@@ -162,37 +131,12 @@ def searched(args: argparse.Namespace) -> list[Contestant]:
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Return the chosen contestants with all choices of their settings."""
-    blocks = [(128, 16), (256, 8)]
-    windows = [
-        {**SIZES, "block_size": block_size, "batch_size": batch_size, "learning_rate": rate}
-        for rate in (1e-3, 2e-3, 4e-3)
-        for block_size, batch_size in blocks
-    ]
-    segments = [
-        {
-            **SIZES,
-            "segment_length": length,
-            "memory_length": length,
-            "batch_size": STEP_TOKENS // length,
-            "learning_rate": rate,
-            "shuffle_length": 256,
-        }
-        for rate in (1e-3, 2e-3, 4e-3)
-        for length in (64, 128)
-    ]
-    known = [
-        Contestant("ours", "competitor_ours", [ours_choice(choice) for choice in args.ours.split(",")]),
-        Contestant(
-            "lstm",
-            "competitor_ours",
-            [lstm_choice(rate, **model) for rate in (2e-3, 4e-3, 8e-3) for model in ({}, NGRAMS)],
-        ),
-        Contestant("nanogpt", "competitor_nanogpt", [{**choice, "checkout": str(args.nanogpt)} for choice in windows]),
-        Contestant("gpt2", "competitor_gpt2", [choice for choice in windows if choice["block_size"] == 128]),
-        Contestant("x-transformers", "competitor_x_transformers", segments),
-    ]
-    known = searched(args) if args.search else known
+    """Return the chosen contestants.
+
+    Raises:
+        UserError: a name is not one of a contestant, or what it needs is not there.
+    """
+    known = all_contestants(args)
     names = args.contestants.split(",") if args.contestants else [contestant.name for contestant in known]
     if unknown := set(names) - {contestant.name for contestant in known}:
         raise UserError(f"no contestant {', '.join(unknown)}; known: {', '.join(known.name for known in known)}")
@@ -221,15 +165,6 @@ def without_rate(settings: dict[str, Any]) -> dict[str, Any]:
     rates = ("learning_rate", "weight_decay", "max_epochs")
     kept = {name: value for name, value in without_checkout(settings).items() if name not in rates}
     return {name: without_rate(value) if isinstance(value, dict) else value for name, value in kept.items()}
-
-
-def with_changes(choices: list[dict[str, Any]], changes: str) -> list[dict[str, Any]]:
-    """Return the choices of the LSTM, and each of them with each of the changes, such as train.weight_decay=0.1."""
-    changed = [ours_choice(f"lstm:{change}")["train"] for change in changes.split()]
-    return [
-        *choices,
-        *({**choice, "train": {**choice["train"], **change}} for choice in choices for change in changed),
-    ]
 
 
 class Comparison:
@@ -443,8 +378,6 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         export(corpus, Path(folder), args)
         comparison = Comparison(args, corpus, Path(folder))
         best = {contestant.name: comparison.best_of_shorter(contestant) for contestant in chosen}
-        if "lstm" in best:
-            best["lstm"] = with_changes(best["lstm"], args.lstm_changes)
         choices = list(in_turns([(contestant, best[contestant.name]) for contestant in chosen]))
         comparison.measure_steps(choices)
         first_seed, *seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -468,16 +401,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, required=True, help="time of each training")
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
     parser.add_argument("--contestants", help="separated by commas (default: all)")
-    parser.add_argument("--search", action="store_true", help="choose the sizes and rates of all contestants alike")
-    parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
-    parser.add_argument("--lstm-changes", default="", help="tried with each choice of the LSTM: train.NAME=VALUE ...")
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
-    parser.add_argument("--nanochat", type=Path, help="checkout of nanochat, which only --search tries")
+    parser.add_argument("--nanochat", type=Path, help="checkout of nanochat")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")
     parser.add_argument(
         "--valid-tokens", type=positive, default=65_536, help="tokens that choices are made by (65,536)"
@@ -487,12 +417,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=positive, default=os.cpu_count(), help="threads of all trainings (default: cores)"
     )
-    parser.add_argument(
-        "--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json or search-TEXT.json)"
-    )
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
     if args.out is None:
-        args.out = RESULTS / f"{'search' if args.search else 'equal-time'}-{args.corpus.resolve().name}.json"
+        args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}.json"
     return args
 
 

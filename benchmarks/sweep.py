@@ -3,9 +3,9 @@
     python benchmarks/sweep.py --corpus DIR --seconds 60 --changes model.qk_norm=false train.optimizer=adamw ...
     python benchmarks/sweep.py --corpus DIR --steps 300 --changes train.learning_rate={2.5e-3,5e-3,1e-2}
 
-A change has several settings if they are joined by a colon, as the recipe in equal_time.py; a shell's braces make all
-combinations. A tenth of the steps warm up, and the last weights are scored, with the memory length of the recipe's
-evaluation or else of its training.
+A change has several settings if they are joined by a colon, such as model.n_layers=2:model.n_heads=2; a shell's braces
+make all combinations. A tenth of the steps warm up, and the last weights are scored, with the memory length of the
+recipe's evaluation or else of its training.
 
 With `--seconds`, first the duration of a training step of each change is measured: all models in one process, in turns
 of a few steps, so that a computer that is slower for a while is slower for all of them. Nothing else may run then. The
@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, warn_if_busy, write
-from equal_time import ours_choice
 from implementations.competitor import ConsecutiveSegments
 from trainee import Trainee
 
@@ -40,9 +39,29 @@ from transformer_xl.config import RunConfig, UserError, load_recipe, merge, run_
 STEPS_IN_A_TURN = 4
 
 
+def parsed(text: str) -> dict[str, Any]:
+    """Parse RECIPE[:GROUP.SETTING=VALUE...], such as small:train.optimizer=muon:model.n_layers=6.
+
+    Raises:
+        UserError: a setting has another form.
+    """
+    recipe, *settings = text.split(":")
+    choice: dict[str, Any] = {"recipe": recipe, "model": {}, "train": {}, "evaluation": {}}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        group, _, name = name.partition(".")
+        if group not in ("model", "train", "evaluation") or not name or not value:
+            raise UserError(f"'{setting}' is not a setting; give model.NAME=VALUE or train.NAME=VALUE")
+        try:
+            choice[group][name] = json.loads(value)
+        except ValueError:
+            choice[group][name] = value  # a word
+    return choice
+
+
 def chosen(recipe: str, change: str) -> tuple[dict[str, Any], RunConfig]:
     """Return the name of the recipe and the settings that are not the recipe's, by group; and all settings."""
-    choice = {"evaluation": {}, **ours_choice(f"{recipe}:{change}" if change else recipe)}
+    choice = parsed(f"{recipe}:{change}" if change else recipe)
     loaded = load_recipe(choice["recipe"])
     groups = {"model": loaded.model, "train": loaded.train, "evaluation": loaded.evaluation}
     config = run_settings(merge(groups, {name: choice[name] for name in groups}), change or recipe)

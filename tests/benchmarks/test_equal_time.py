@@ -12,7 +12,7 @@ from typing import Any
 import equal_time
 import pytest
 import torch
-from equal_time import compare, ours_choice
+from equal_time import compare
 from implementations.competitor import overlapping_windows, window_nats
 from implementations.hashed_ngrams import EmbeddingWithNgrams
 
@@ -47,23 +47,12 @@ def test_losses_of_windows_are_those_of_the_last_tokens() -> None:
         torch.testing.assert_close(nats_K[first:stop], expected)
 
 
-def test_recipes_with_settings() -> None:
-    choice = ours_choice("small:train.optimizer=muon:train.learning_rate=4e-3:model.norm_first=true")
-    assert choice == {
-        "recipe": "small",
-        "model": {"norm_first": True},
-        "train": {"optimizer": "muon", "learning_rate": 4e-3},
-    }
-    with pytest.raises(UserError, match=r"'optimizer=muon' is not a setting; give model.NAME=VALUE"):
-        ours_choice("small:optimizer=muon")
-
-
 @pytest.fixture
 def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Arguments of a comparison of a tiny corpus."""
     prepare(documents=["some text\n" * 500], out=tmp_path / "corpus")
     words = ["--corpus", str(tmp_path / "corpus"), "--seconds", "1", "--seeds", "1,2", "--contestants", "ours,gpt2"]
-    words += ["--ours", "small,tiny", "--peers", sys.executable, "--rounds", "3", "--out", str(tmp_path / "out.json")]
+    words += ["--peers", sys.executable, "--rounds", "3", "--out", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["equal_time.py", *words])
     return equal_time.parse_arguments()
 
@@ -83,7 +72,7 @@ class Processes:
         if assignment["steps"] is None:
             return {"step_seconds": 0.1 if len(self.assignments) > 2 else 7.0}  # a disturbed first round
         settings = assignment["settings"]
-        good = settings.get("recipe") == "tiny" or settings.get("learning_rate") == 2e-3
+        good = settings.get("train", settings)["learning_rate"] in (1e-2, 2e-3)
         losses = {"valid_nats_per_token": 1.0 if good else 2.0, "test_nats_per_token": 1.5 if good else 0.5}
         return {**losses, "parameters": 7, "steps": assignment["steps"], "context": 64}
 
@@ -99,16 +88,16 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
 def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
     args: argparse.Namespace, processes: Processes
 ) -> None:
-    # 3 rounds of the steps of 3 models; 2 choices of ours and 3 of gpt2 with the first seed; both with the second
-    processes.interrupt_at = 9 + 4
+    # 3 rounds of the steps of 4 models; 6 choices of ours and 6 of gpt2 with the first seed; both with the second
+    processes.interrupt_at = 12 + 4
     with pytest.raises(KeyboardInterrupt):
         compare(args)
     table = compare(args)
-    assert len(processes.assignments) == 9 + 2 + 3 + 2 + 1
+    assert len(processes.assignments) == 12 + 4 + 9 + 2
     assert {assignment["steps"] for assignment in processes.assignments} == {None, 10}
-    assert len(json.loads(args.out.read_text())["trainings"]) == 7
+    assert len(json.loads(args.out.read_text())["trainings"]) == 14
     rows = {row["contestant"]: row for row in table}
-    assert rows["ours"]["settings"]["recipe"] == "tiny"
+    assert rows["ours"]["settings"]["train"]["learning_rate"] == 1e-2
     assert rows["gpt2"]["settings"]["learning_rate"] == 2e-3
     assert {row["seeds"] for row in table} == {2}
     assert {row["test_bits_per_token"] for row in table} == {round(1.5 / math.log(2), 4)}
@@ -131,10 +120,10 @@ def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Na
     assert {name: {row["seeds"] for row in table} for name, table in tables.items()} == {"1": {2}, "3": {2}}
 
 
-def test_a_search_goes_on_with_the_best_rate_of_each_size_and_reads_ngrams_once(
+def test_a_longer_time_tries_the_best_rate_of_each_size_and_reads_ngrams_once(
     args: argparse.Namespace, processes: Processes
 ) -> None:
-    args.search, args.contestants, args.seeds = True, "gpt2,gpt2-ngrams", "1"
+    args.contestants, args.seeds = "gpt2,gpt2-ngrams", "1"
     compare(args)
     processes.assignments.clear()
     args.best, args.best_of, args.out = 2, args.out, args.out.with_name("longer.json")
@@ -151,8 +140,10 @@ def test_a_search_goes_on_with_the_best_rate_of_each_size_and_reads_ngrams_once(
     ]
 
 
-def test_a_process_trains_and_scores(args: argparse.Namespace) -> None:
-    args.contestants, args.ours, args.seconds, args.seeds = "ours", "tiny:train.batch_size=2", 0.05, "1"
+def test_a_process_trains_and_scores(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = equal_time.Contestant("ours", "competitor_ours", [{"recipe": "tiny", "train": {"batch_size": 2}}])
+    monkeypatch.setattr(equal_time, "all_contestants", lambda _: [ours])
+    args.contestants, args.seconds, args.seeds = "ours", 0.05, "1"
     args.rounds, args.round_seconds, args.valid_tokens, args.test_tokens = 1, 0.05, 200, 300
     (row,) = compare(args)
     assert row["steps"] >= 2
@@ -178,8 +169,8 @@ def test_ngrams_of_others_are_those_of_this_package() -> None:
     torch.testing.assert_close(torch.cat([first_BTD, other(ids_BT[:, 5:])], 1), expected_BTD)
 
 
-def test_a_search_tries_as_many_settings_of_all(args: argparse.Namespace) -> None:
-    args.search, args.nanogpt = True, Path("nanoGPT")
+def test_as_many_settings_of_all_are_tried(args: argparse.Namespace) -> None:
+    args.nanogpt = Path("nanoGPT")
     args.contestants = None
     with pytest.raises(UserError, match="nanochat needs --nanochat DIR, a checkout of it"):
         equal_time.contestants(args)

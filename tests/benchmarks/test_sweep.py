@@ -12,6 +12,7 @@ import pytest
 import sweep
 
 from transformer_xl import prepare
+from transformer_xl.config import UserError
 
 
 def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> dict[str, Any]:
@@ -21,6 +22,18 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> dict[str
     monkeypatch.setattr(sys, "argv", ["sweep.py", *options.split(), *words])
     sweep.main()
     return json.loads((folder / "out.json").read_text(encoding="utf-8"))
+
+
+def test_recipes_with_settings() -> None:
+    choice = sweep.parsed("small:train.optimizer=muon:train.learning_rate=4e-3:model.norm_first=true")
+    assert choice == {
+        "recipe": "small",
+        "model": {"norm_first": True},
+        "train": {"optimizer": "muon", "learning_rate": 4e-3},
+        "evaluation": {},
+    }
+    with pytest.raises(UserError, match=r"'optimizer=muon' is not a setting; give model.NAME=VALUE"):
+        sweep.parsed("small:optimizer=muon")
 
 
 def test_missing_trainings_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
