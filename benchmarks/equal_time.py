@@ -6,7 +6,7 @@
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
 those of `fast-small` (ours-ngrams, lstm-ngrams and so on). Those with n-gram embeddings read the text once at most, as
-they learn by heart what they read twice.
+they learn by heart what they read twice; those that draw random blocks then draw each once.
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
 median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
@@ -162,7 +162,7 @@ def without_checkout(settings: dict[str, Any]) -> dict[str, Any]:
 
 def without_rate(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the recorded settings without those that change no step's duration, such as the learning rate."""
-    rates = ("learning_rate", "weight_decay", "max_epochs")
+    rates = ("learning_rate", "max_epochs")
     kept = {name: value for name, value in without_checkout(settings).items() if name not in rates}
     return {name: without_rate(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
@@ -242,6 +242,7 @@ class Comparison:
             vocab_size=self.corpus.tokenizer.vocab_size,
             first_token=self.corpus.tokenizer.bos_token_id,
             dtype=self.dtype,
+            once=contestant.name.endswith("-ngrams"),
         )
         python = str(self.args.peers.absolute()) if contestant.is_peer else sys.executable
         return run_process(

@@ -55,6 +55,8 @@ class Assignment:
     """The token before the text, from which its first token is predicted."""
     dtype: str
     """float32 or bfloat16."""
+    once: bool = False
+    """Whether blocks of the text are drawn without replacement."""
 
     def tokens(self, split: str) -> Tensor:
         """Return the token ids of a split, as int64, shape (K,)."""
@@ -92,11 +94,25 @@ class Competitor(Protocol):
         ...
 
 
-def random_blocks(train_K: Tensor, batch_size: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (B, T) from random places of the text, as nanoGPT draws them."""
-    starts_B = torch.randint(len(train_K) - block_size, (batch_size,))
-    blocks_BT = torch.stack([train_K[start : start + block_size + 1] for start in starts_B.tolist()])
-    return blocks_BT[:, :-1].contiguous(), blocks_BT[:, 1:].contiguous()  # nanoGPT calls view on them
+class RandomBlocks:
+    """Blocks from random places of the training text: from anywhere, as nanoGPT draws them, or each block once."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._train_K, self._once = assignment.tokens("train"), assignment.once
+        self._batch_size, self._length = assignment.settings["batch_size"], assignment.settings["block_size"]
+        self._starts: list[int] = []
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets (B, T)."""
+        if len(self._starts) < self._batch_size:
+            num_starts = len(self._train_K) - self._length
+            if self._once:
+                self._starts = (torch.randperm(-(-num_starts // self._length)) * self._length).tolist()
+            else:
+                self._starts = torch.randint(num_starts, (self._batch_size,)).tolist()
+        starts, self._starts = self._starts[: self._batch_size], self._starts[self._batch_size :]
+        blocks_BT = torch.stack([self._train_K[start : start + self._length + 1] for start in starts])
+        return blocks_BT[:, :-1].contiguous(), blocks_BT[:, 1:].contiguous()  # nanoGPT calls view on them
 
 
 def in_pieces(train_K: Tensor, length: int) -> Tensor:

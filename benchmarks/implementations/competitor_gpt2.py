@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import transformers
-from implementations.competitor import Assignment, random_blocks, window_nats
+from implementations.competitor import Assignment, RandomBlocks, window_nats
 from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -22,7 +22,7 @@ class GPT2:
 
     def __init__(self, assignment: Assignment) -> None:
         settings = assignment.settings
-        self.block_size, self.batch_size = settings["block_size"], settings["batch_size"]
+        self.block_size = settings["block_size"]
         self.learning_rate = settings["learning_rate"]
         config = GPT2Config(
             vocab_size=assignment.vocab_size,
@@ -38,11 +38,11 @@ class GPT2:
         self.contexts = (self.block_size,)
         self.note = "learned absolute positions; scored in windows that overlap by seven eighths"
         self.versions = {"transformers": transformers.__version__}
-        self.train_K = assignment.tokens("train")
+        self.blocks = RandomBlocks(assignment)
 
     def loss(self) -> Tensor:
         """See `Competitor.loss`."""
-        inputs_BT, targets_BT = random_blocks(self.train_K, self.batch_size, self.block_size)
+        inputs_BT, targets_BT = self.blocks.next()
         logits_BTV = self.model(input_ids=inputs_BT).logits
         return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 

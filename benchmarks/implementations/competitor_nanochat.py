@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from implementations.competitor import Assignment, random_blocks, window_nats
+from implementations.competitor import Assignment, RandomBlocks, window_nats
 from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class Nanochat:
         os.environ["NANOCHAT_DTYPE"] = assignment.dtype  # read when it is imported
         from nanochat.gpt import GPT, GPTConfig  # of the checkout
 
-        self.block_size, self.batch_size = settings["block_size"], settings["batch_size"]
+        self.block_size = settings["block_size"]
         self.learning_rate, self.steps = settings["learning_rate"], assignment.steps or 1
         sizes = {name: settings[name] for name in ("n_layer", "n_head", "n_embd")}
         config = GPTConfig(self.block_size, assignment.vocab_size, n_kv_head=settings["n_head"], **sizes)
@@ -55,7 +55,7 @@ class Nanochat:
         self.contexts = (self.block_size,)
         self.note = "rotary positions; scored in windows that overlap by seven eighths"
         self.versions: dict[str, str] = {}
-        self.train_K = assignment.tokens("train")
+        self.blocks = RandomBlocks(assignment)
 
     def schedule(self, progress: float) -> None:
         """Set the rates, and Muon's momentum and weight decay, as base_train.py."""
@@ -69,7 +69,7 @@ class Nanochat:
 
     def loss(self) -> Tensor:
         """See `Competitor.loss`."""
-        return self.model(*random_blocks(self.train_K, self.batch_size, self.block_size))
+        return self.model(*self.blocks.next())
 
     def nats(self, inputs_K: Tensor, targets_K: Tensor, context: int) -> Iterator[Tensor]:
         """See `Competitor.nats`."""

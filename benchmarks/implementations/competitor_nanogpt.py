@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from implementations.competitor import Assignment, random_blocks, window_nats
+from implementations.competitor import Assignment, RandomBlocks, window_nats
 from implementations.hashed_ngrams import with_ngrams
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class NanoGPT:
         sys.path.insert(0, settings["checkout"])
         from model import GPT, GPTConfig  # of the checkout
 
-        self.block_size, self.batch_size = settings["block_size"], settings["batch_size"]
+        self.block_size = settings["block_size"]
         self.learning_rate = settings["learning_rate"]
         sizes = {name: settings[name] for name in ("n_layer", "n_head", "n_embd")}
         config = GPTConfig(
@@ -40,11 +40,11 @@ class NanoGPT:
         self.contexts = (self.block_size,)
         self.note = "learned absolute positions; scored in windows that overlap by seven eighths"
         self.versions: dict[str, str] = {}
-        self.train_K = assignment.tokens("train")
+        self.blocks = RandomBlocks(assignment)
 
     def loss(self) -> Tensor:
         """See `Competitor.loss`."""
-        inputs_BT, targets_BT = random_blocks(self.train_K, self.batch_size, self.block_size)
+        inputs_BT, targets_BT = self.blocks.next()
         return self.model(inputs_BT, targets_BT)[1]
 
     def nats(self, inputs_K: Tensor, targets_K: Tensor, context: int) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """This package in `equal_time.py`: `train` with a recipe for a number of steps, then `evaluate`.
 
-Settings: `recipe`, and optionally `model` and `train`, settings that replace single ones of the recipe. Schedules are
-scaled with the number of steps: `warmup_share` (default 0.1) of them warm up.
+Settings: `recipe`, and optionally `model` and `train`, settings that replace single ones of the recipe. A tenth of the
+steps warm up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fit(assignment: Assignment, steps: int, callbacks: list[Callback], folder: s
     settings = assignment.settings
     replaced = {
         "max_steps": steps,
-        "warmup_steps": max(1, round(settings.get("warmup_share", 0.1) * steps)),
+        "warmup_steps": max(1, round(0.1 * steps)),
         "seed": assignment.seed,
         "dtype": assignment.dtype,
         "eval_interval": steps,
