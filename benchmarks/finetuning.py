@@ -5,12 +5,12 @@
 
 First the duration of a step is measured: the median of two trainings of 15 seconds; nothing else may run then. Then
 both train for the number of steps that take `--seconds`, with the learning rate of the base and a tenth of the steps of
-warm-up: the new model with the base's recipe, the fine-tuned one as `finetune` does. As the number of steps is fixed,
-these trainings may run beside other work. Losses are those of the weights with the lowest validation loss, in nats per
-token of the whole validation and test text, and for the fine-tuned model also of the first 65,536 tokens of the base's
-own test text.
+warm-up: the new model with the base's recipe as it is today, the fine-tuned one as `finetune` does. As the number of
+steps is fixed, these trainings may run beside other work. Losses are those of the weights with the lowest validation
+loss, in nats per token of the whole validation and test text, and for the fine-tuned model also of the first 65,536
+tokens of the base's own test text.
 
-Where the base's recipe has neither dropout nor shuffled documents, a seed changes only the weights that a new model
+Where the base's recipe has neither dropout nor text in random order, a seed changes only the weights that a new model
 begins with, so fine-tuning gives the same loss with every seed; then `--arms new` trains the other seeds.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated.

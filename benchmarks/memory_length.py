@@ -6,9 +6,9 @@
     python benchmarks/memory_length.py runs/seed-1 runs/seed-2 runs/seed-3
     python benchmarks/memory_length.py    # only draws
 
-The models without memory are those of equal_time.py, trained for 300 seconds on the same text, and scored on the same
-part of the test text, each token with at least seven eighths of a block before it. The runs are of one recipe and
-differ in their seed.
+The models without memory were trained for 300 seconds on the same text, and scored on the same part of the test text,
+each token with at least seven eighths of a block before it, by equal_time.py as it was at the commit in their file. The
+runs are of one recipe and differ in their seed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 
 LENGTHS = (0, 16, 32, 64, 128, 256, 512, 1024)
 PEER_SECONDS = 300
-TOKENS = 65_536  # of the test text, as in equal_time.py
-RESULTS, PEERS = (HERE / "results" / name for name in ("memory-length.json", "equal-time-python-stdlib.json"))
+TOKENS = 65_536  # of the test text
+RESULTS, PEERS = (HERE / "results" / name for name in ("memory-length.json", "memory-length-peers.json"))
 
 
 def measure(folders: list[Path]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(5.2, 4.0), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2", ORANGE)):
-        row = next(row for row in peers["tables"][str(PEER_SECONDS)] if row["contestant"] == name)
+        row = next(row for row in peers["models"] if row["contestant"] == name)
         axes.axhspan(*row["range"], color=color, alpha=0.4, linewidth=0)
         text = f"{label}, no memory, {PEER_SECONDS // 60} minutes, blocks of {row['context']}"
         axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=11)

@@ -162,6 +162,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
         patch.chdir(folder)
+        # two layers, as some lines name the second one
         for kind, recipe in {"byte": "fast-small", "word": "wikitext-103-standard --model.cutoffs 9"}.items():
             run_command(shlex.split(f"txl prepare text.txt --tokenizer {kind} --out corpus-{kind}"))
             run_command(shlex.split(f"txl train {recipe} --corpus corpus-{kind} --run run-{kind}"))
