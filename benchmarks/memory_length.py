@@ -7,8 +7,8 @@
     python benchmarks/memory_length.py    # only draws
 
 The models without memory were trained for 300 seconds on the same text, and scored on the same part of the test text,
-each token with at least seven eighths of a block before it, by equal_time.py as it was at the commit in their file. The
-runs are of one recipe and differ in their seed.
+each token with at least seven eighths of a block before it, by equal_time.py as it was at the commit that their file
+names. The runs are of one recipe and differ in their seed.
 """
 
 from __future__ import annotations
