@@ -29,20 +29,21 @@ class Runner:
         model = TransformerXL(TransformerXLConfig(**task.model_sizes, dropout=0.0)).eval().to(task.device)
         if task.variant == "int8":
             model = with_int8_weights(model)
-        self.model: TokenModel = model if task.variant == "hidden" else prepare_inference(model, task.dtype)
+        self.model = model  # whose parameters are counted
+        self.inference: TokenModel = model if task.variant == "hidden" else prepare_inference(model, task.dtype)
         context_limits = ContextLimits(task.memory_length, task.memory_length, task.clamp_length)
-        self.memory = self.model.initial_memory(task.batch_size, context_limits)
+        self.memory = self.inference.initial_memory(task.batch_size, context_limits)
         with torch.inference_mode(), task.autocast():
             for segment_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
-                _, self.memory = self.model(segment_BT.to(task.device), self.memory)
+                _, self.memory = self.inference(segment_BT.to(task.device), self.memory)
         self.sampling = GenerationConfig(top_k=40)
         self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.batch_size)]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """See `Implementation.step`; the next token is sampled from the 40 most likely (R in the code)."""
         with torch.inference_mode(), self.task.autocast():
-            hidden_BTD, self.memory = self.model(inputs_BT.to(self.task.device), self.memory)
+            hidden_BTD, self.memory = self.inference(inputs_BT.to(self.task.device), self.memory)
             if inputs_BT.shape[1] == 1:
-                logits_B1R, _ = self.model.topk(hidden_BTD, 40)
+                logits_B1R, _ = self.inference.topk(hidden_BTD, 40)
                 sample(logits_B1R[:, 0], self.sampling, self.generators)
-            return self.model.nats(hidden_BTD, targets_BT).mean()
+            return self.inference.nats(hidden_BTD, targets_BT).mean()

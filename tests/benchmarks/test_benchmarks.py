@@ -18,6 +18,7 @@ import attention_cases
 import chart
 import golden
 import gpu
+import inference
 import prices
 import pytest
 import torch
@@ -152,6 +153,18 @@ def test_training_is_measured_and_drawn(tmp_path, monkeypatch):
     assert "tokens per second" in speed.get_xlabel()
     assert "GiB" in memory.get_xlabel()
     assert f"{ours['median_tokens_per_second']:,.0f}" in chart.training_table(results)
+
+
+def test_inference_is_measured_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    sizes = "--n-layers 1 --d-model 16 --n-heads 2 --d-head 8 --d-ff 16 --memory-length 8 --clamp-length 4"
+    options = "--rounds 1 --threads 1 --implementations ours-float32,ours-float32+hidden,ours-float32+int8"
+    out = tmp_path / "inference.json"
+    run_main(monkeypatch, inference.main, f"inference.py {sizes} {options} --out {out}")
+    results = json.loads(out.read_text())
+    for job in ("scoring", "generation"):
+        assert all(ours["parameters"] > 204 * 16 for ours in results["jobs"][job]["implementations"].values())
+    assert "this package, float32, int8 weights" in chart.inference_table(results)
 
 
 def test_gpu_runs_all_parts(tmp_path, monkeypatch):
