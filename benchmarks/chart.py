@@ -60,13 +60,14 @@ def training_table(results: Results) -> str:
         "| | parameters | tokens/s | speed of this package / its speed | peak memory, GiB | without libraries, GiB |",
         "|---|---|---|---|---|---|",
     ]
-    first = results["implementations"][results["compared_with"]]["tokens_per_second"]
     for name, metrics in results["implementations"].items():
-        ratios = [ours / other for ours, other in zip(first, metrics["tokens_per_second"], strict=True)]
+        own = f"ours-{name.partition('+')[0].rpartition('-')[2]}"  # in the same dtype
+        ours = results["implementations"].get(own, metrics)["tokens_per_second"]
+        ratios = [rate / other for rate, other in zip(ours, metrics["tokens_per_second"], strict=True)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(
             f"| {title(name)} | {metrics['parameters'] / 1e6:.1f}M | {metrics['median_tokens_per_second']:,.0f} | "
-            f"{'' if name == results['compared_with'] else ratio} | {metrics['peak_resident_bytes'] / GIB:.2f} | "
+            f"{'' if name == own else ratio} | {metrics['peak_resident_bytes'] / GIB:.2f} | "
             f"{metrics['peak_resident_bytes_beyond_libraries'] / GIB:.2f} |"
         )
     return "\n".join([environment(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
@@ -186,9 +187,10 @@ def _equal_time_rows(rows: list[Results]) -> list[str]:
 def serving_table(name: str, results: Results) -> str:
     """Return a Markdown table of serving-RUN-SERVER-PROCESSOR.json, with a row for each number of clients."""
     hardware = processor({**results, "features": results["cpu_features"]})
+    parameters = results["weight_bytes"] / results.get("number_bytes", 4)  # 4 in files that do not say
     description = (
         f"`{results['command']}`; {hardware}, torch {results['torch']}, load average before {results['busy']}; commit "
-        f"`{results['commit']}`. {results['weight_bytes'] / 4e6:.1f}M parameters in the bound, "
+        f"`{results['commit']}`. {parameters / 1e6:.1f}M parameters in the bound, "
         f"{results['memory_slots']:,} memory slots, RAM read at {results['bytes_per_second'] / 1e9:.1f} GB/s."
     )
     lines = [

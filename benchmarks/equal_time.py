@@ -328,8 +328,8 @@ class Comparison:
             rows.append(
                 {
                     "contestant": name,
-                    "test_bits_per_token": round(statistics.mean(test), 4),
-                    "range": [round(min(test), 4), round(max(test), 4)],
+                    "test_bits_per_token": statistics.mean(test),
+                    "range": [min(test), max(test)],
                     "seeds": len(same),
                     "parameters": best["parameters"],
                     "steps": best["steps"],

@@ -275,13 +275,14 @@ def main() -> None:
         loaded = load(run, device="cpu")
         ngrams = loaded.model.ngrams  # a step reads a few rows of these tables
         looked_up = 0 if ngrams is None else sum(parameter.numel() for parameter in ngrams.parameters())
-        weights = 4 * (loaded.model.num_parameters() - looked_up)
+        number_bytes = 2 if "bfloat16" in args.option else 4
+        weights = number_bytes * (loaded.model.num_parameters() - looked_up)
         slots = memory_plan(loaded).context_limits.memory_length
         # a sequence that begins empty has on average filled this many slots of its memory
         filled = statistics.mean(
             min(slots, 0.75 * args.prompt_tokens + step) for step in range(int(0.75 * args.tokens))
         )
-        cache = 4 * min_cache(loaded.config.model, 1) * filled
+        cache = number_bytes * min_cache(loaded.config.model, 1) * filled
         del loaded
         results = []
         for clients in map(int, args.clients.split(",")):
@@ -297,6 +298,7 @@ def main() -> None:
         "busy": busy,
         "bytes_per_second": round(bytes_per_second),
         "weight_bytes": weights,
+        "number_bytes": number_bytes,
         "memory_slots": slots,
         "results": results,
     }
