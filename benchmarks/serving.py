@@ -96,17 +96,21 @@ def body_of(index: int, args: argparse.Namespace, model: str) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "seed": index}
 
 
-async def request(url: str, body: dict[str, Any], on_chunk: Any) -> int | None:
-    """Send a request, and call `on_chunk` with each chunk until it returns false; return the status."""
+async def request(url: str, body: dict[str, Any], on_chunk: Any, *, whole: bool = False) -> int | None:
+    """Send a request, and call `on_chunk` with each chunk, or the whole answer, until it returns false; return the
+    status.
+    """
     host, port = re.fullmatch(r"http://([^:/]+):(\d+)", url).groups()
     reader, writer = await asyncio.open_connection(host, int(port), limit=2**22)
     try:
-        content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+        stream = {} if whole else {"stream": True, "stream_options": {"include_usage": True}}
+        content = json.dumps({**body, **stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
         status = int((await reader.readline()).split()[1])
         async for line in reader:
-            if line.startswith(b"data: {") and not on_chunk(json.loads(line[6:])):
+            start = line.find(b"{") if whole or line.startswith(b"data: {") else -1
+            if start >= 0 and not on_chunk(json.loads(line[start:])):
                 return None
         return status
     finally:
@@ -149,7 +153,7 @@ async def client(
         index = next(indices)
         body, answer = body_of(index, args, name), Answer(load_, end, random.Random(-index).random() < args.drop)
         try:
-            status = await request(url, body, answer.add)
+            status = await request(url, body, answer.add, whole=args.whole)
         except (OSError, ValueError, IndexError) as error:
             load_.errors.append(f"{type(error).__name__}: {error}")
             await asyncio.sleep(0.1)
@@ -261,6 +265,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=64, help="at most; at least half as many")
     parser.add_argument("--memory-length", type=int, help="of a run made from a recipe")
     parser.add_argument("--server", choices=["ours", "transformers"], default="ours")
+    parser.add_argument("--whole", action="store_true", help="clients ask for whole answers, not for streams")
     parser.add_argument("--option", action="append", default=[], help="a word for txl serve; may be repeated")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--drop", type=float, default=0.0, help="share of requests that are given up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from implementations.task import Task
 from torch import Tensor
@@ -37,7 +38,7 @@ class Runner:
             for segment_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
                 _, self.memory = self.inference(segment_BT.to(task.device), self.memory)
         self.sampling = GenerationConfig(top_k=40)
-        self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.batch_size)]
+        self.generators = [np.random.default_rng(1 + row) for row in range(task.batch_size)]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """See `Implementation.step`; the next token is sampled from the 40 most likely (R in the code)."""

@@ -37,13 +37,17 @@ def test_load_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_texts_and_failed_requests_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "tiny")
-    args = argparse.Namespace(prompt_tokens=6, tokens=8, drop=0.0, check=3, seconds=0.5)
+    args = argparse.Namespace(prompt_tokens=6, tokens=8, drop=0.0, check=3, seconds=0.5, whole=False)
     with running({"tiny": run}) as (client, _):
         url = str(client.base_url).rstrip("/")
         load = asyncio.run(serving.run_load(url, "tiny", 2, args))
         assert len(load.texts) in (2, 3)  # one of each client at least, and 3 of all are kept
         assert not load.errors
         assert asyncio.run(serving.count_wrong(url, load)) == 0
+        whole = asyncio.run(serving.run_load(url, "tiny", 2, argparse.Namespace(**{**vars(args), "whole": True})))
+        assert not whole.errors
+        assert whole.num_tokens >= 4 * len(whole.texts) > 0
+        assert asyncio.run(serving.count_wrong(url, whole)) == 0
         load.texts[1] = (load.texts[1][0], load.texts[1][1] + "x")
         assert asyncio.run(serving.count_wrong(url, load)) == 1
         failed = asyncio.run(serving.run_load(url, "no-such-model", 1, args))

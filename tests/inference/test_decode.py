@@ -126,7 +126,7 @@ def assert_equal(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("batch_size", "size"), [(1, 1), (3, 1), (17, 1), (1, 3), (5, 7), (2, 16)])
+@pytest.mark.parametrize(("batch_size", "size"), [(1, 1), (3, 1), (17, 1), (1, 3), (5, 7), (2, 16), (1, 35)])
 def test_results_are_those_of_modules(name, batch_size, size, calls):
     """Long enough that the storage of a cache is copied, which happens after 64 tokens."""
     assert_equal(make_pair(**MODELS[name]), random_tokens(batch_size, 70), size=size)
@@ -350,7 +350,7 @@ def test_other_calls_take_the_modules(calls):
     """Many tokens of a row, of all rows, padding, and hidden memory."""
     native = prepare_inference(make_pair(torch.float32)[0])
     memory = native.initial_memory(1, LIMITS)
-    native(random_tokens(1, 17), memory)
+    native(random_tokens(15, 17), native.initial_memory(15, ContextLimits(20)))
     native(random_tokens(129, 2), native.initial_memory(129, LIMITS))
     native(random_tokens(1, 1), memory, lengths=torch.tensor([1]))
     native(random_tokens(1, 1), memory, visible=torch.tensor([[4]]))

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +95,7 @@ class BatchGenerator:
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
         self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and newest token (1, 1) of removed rows
-        self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
+        self._generators = [np.random.default_rng(self._config.seed + index) for index in self.active]
         # earlier tokens are kept only where they are needed: for the logits processor and for the repetition penalty
         self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
         latest_BK = _latest_tokens(prompts, self._config.repetition_penalty_window)

@@ -18,6 +18,7 @@ from itertools import accumulate
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Unpack, override
@@ -107,7 +108,7 @@ def infill(
     blanks = [range(stop - num_tokens, stop) for stop in starts]
     ids_K = [token for part in parts for token in [*part, *[0] * num_tokens]][:-num_tokens]
     ids_BK = torch.tensor([ids_K]).repeat(config.num_samples, 1)
-    generators = [torch.Generator().manual_seed(config.seed + index) for index in range(config.num_samples)]
+    generators = [np.random.default_rng(config.seed + index) for index in range(config.num_samples)]
     logprob_B = torch.zeros(config.num_samples, dtype=torch.float64)
     with ExitStack() as stack:
         stack.callback(model.train, model.training)

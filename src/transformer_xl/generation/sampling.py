@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ tensor may be changed in place.
 """
 
 
-def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[torch.Generator]) -> Tensor:
+def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[np.random.Generator]) -> Tensor:
     """Choose one index into the last dimension of each row.
 
     The repetition penalty is not applied here, as it needs the logits of the whole vocabulary.
@@ -31,7 +32,7 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[tor
     Args:
         logits_BV: logits of the whole vocabulary, or of the candidates that `LanguageModel.topk` returned.
         config: temperature, greedy, top_k, top_p and min_p.
-        generators: CPU generators, one for each row. Sampling happens on the CPU, so that a seed gives the same text on
+        generators: one for each row. Sampling happens on the CPU, so that a seed gives the same text on
             every device that computes the same logits.
 
     Returns:
@@ -47,9 +48,11 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[tor
     probability_BV = sampling_probabilities(logits_BV, config).cpu()
     if bool(probability_BV.isnan().any()):
         check_logits(logits_BV.amax(-1))
-    rows = zip(probability_BV.split(1), generators, strict=True)
-    index_B1 = torch.cat([torch.multinomial(row_1V, 1, generator=generator) for row_1V, generator in rows])
-    return index_B1[:, 0].to(logits_BV.device)
+    # the least of these draws, each divided by its probability, is at an index drawn with these probabilities
+    draw_BV = np.empty(probability_BV.shape)
+    for draw_V, generator in zip(draw_BV, generators, strict=True):
+        generator.standard_exponential(out=draw_V)
+    return (probability_BV / torch.from_numpy(draw_BV)).argmax(-1).to(logits_BV.device)
 
 
 def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tensor:

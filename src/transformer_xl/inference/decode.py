@@ -26,7 +26,8 @@ from transformer_xl.ops.linear import Int8Linear, PackedLinear
 
 _MATRICES = 6  # of a layer
 _DTYPES = {(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)}  # of products and inputs
-_MAX_TOKENS = 16  # of a batch row; with more, attention that packs keys and values is faster
+_MAX_TOKENS = 16  # of a batch row; with more, attention that packs keys and values is faster,
+_MAX_SCORES = 2**13  # but for so few pairs of a token and a key, of which it is a small part
 _MAX_ROWS = 256  # tokens in all; with more, inputs of products do not stay in cache
 
 
@@ -53,10 +54,11 @@ class DecodeTables:
             x_BTD: input of the first layer.
             memory: that of the tokens before them.
         """
+        num_rows, num_new = len(x_BTD) * x_BTD.shape[1], x_BTD.shape[1]
         return (
             x_BTD.dtype == self.weights[-1].dtype  # under autocast, a projected embedding is bfloat16
-            and 0 < x_BTD.shape[1] <= _MAX_TOKENS
-            and 0 < len(x_BTD) * x_BTD.shape[1] <= _MAX_ROWS
+            and (num_new <= _MAX_TOKENS or num_rows * (memory.length + num_new) <= _MAX_SCORES)
+            and 0 < num_rows <= _MAX_ROWS
             and isinstance(memory, KeyValueMemory)
             and not torch.compiler.is_compiling()
         )

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from servers import make_run
@@ -23,7 +24,7 @@ from small_runs import MEMORY, MODELS
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
 from transformer_xl.apps.serve.engine import Engine
-from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, TextJob, TokenLogprobs
+from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, TextJob
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
@@ -78,7 +79,7 @@ def plainly_generated(
     for start in range(0, len(token_ids), width):
         hidden_BTD, memory = inference(torch.tensor([token_ids[start : start + width]]), memory)
         hidden_B1D = hidden_BTD[:, -1:]
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = np.random.default_rng(config.seed)
     for index in range(number):
         if index:
             hidden_B1D, memory = inference(torch.tensor([tokens[-1:]]), memory)
@@ -136,6 +137,30 @@ def test_requests_together_equal_generate(engines, name: str) -> None:
             assert (text, ids_of(tokens)) == (expected.text, list(expected.token_ids))
         assert all(token.logprob <= token.top[0][1] for token in tokens)
     assert engine.counters.step_rows / engine.counters.steps > 2, "they did not run together"
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e9])
+def test_stream_gets_pieces_no_more_often_than_there_is_time_for(
+    engines, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token at once, and the others when the rate allows, or at the end."""
+    monkeypatch.setattr(engine_module, "_MAX_NEWS", rate)
+    run, served, engine = engines()
+    job, listener = make_job(served, TEXTS[0], 20, streams=True)
+    engine.submit(job)
+    pieces: list[list[Any]] = []
+    while not pieces or not isinstance(pieces[-1][-1], Finished):
+        pieces.append(listener.lists.get(timeout=60))
+    assert len(pieces) == 2 if rate < 1 else len(pieces) > 10  # bytes of one character come together
+    deltas = [event for piece in pieces for event in piece if isinstance(event, Delta)]
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(pieces) - 1) + ["length"]
+    expected = generate(run, job.prompt_ids, job.config, logprobs=True)
+    assert ids_of(list(deltas[0].tokens)) == [expected.token_ids[0]]
+    assert "".join(delta.text for delta in deltas) == expected.text
+    assert [token.token_id for delta in deltas for token in delta.tokens] == list(expected.token_ids)
+    offsets = [offset for delta in deltas for offset in delta.offsets]
+    assert len(offsets) == 20
+    assert offsets == sorted(offsets)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -332,13 +357,13 @@ def test_tokens_with_alternatives_take_little_memory(engines) -> None:
     try:
         for index in range(3000):
             top = tuple((index * 20 + rank, -0.5 - index - rank / 20) for rank in range(20))
-            tokens = TokenLogprobs(20, [ScoredToken(index, -0.5 - index, top)])
-            job.add(Delta(0, "a", tokens, (index,), "length" if index == 2999 else None))
+            tokens = [(index, ScoredToken(index, -0.5 - index, top))]
+            job.add(0, "a", tokens, "length" if index == 2999 else None)
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert num_bytes < 3000 * 400
-    (delta,) = job.pending
+    (delta,) = job.take_news()
     assert isinstance(delta, Delta)
     assert (delta.text, ids_of(list(delta.tokens))) == ("a" * 3000, list(range(3000)))
     assert list(delta.tokens)[7].top[3] == (143, pytest.approx(-7.65))

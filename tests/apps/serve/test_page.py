@@ -250,9 +250,9 @@ def test_typed_text_is_scored_and_continued_as_in_python(tab, run: Run) -> None:
     assert sorted(map(int, own["bits"])) == list(LENGTHS)
     for memory in LENGTHS:
         np.testing.assert_allclose(own["bits"][str(memory)], bits(run, PROMPT, memory), atol=1e-3)
-    go_on(tab)
+    go_on(tab, seed=7)  # not 5, whose text runs from right to left, where keys go the other way
     ids = ids_of(tab)
-    made = generate(run, PROMPT, max_new_tokens=12, seed=5, **SETTINGS)
+    made = generate(run, PROMPT, max_new_tokens=12, seed=7, **SETTINGS)
     assert ids[NUM_BYTES:] == list(made.token_ids)
     # and again, after text that is typed in the middle of a line by keys, then deleted
     tab.keyboard.type("thhen")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
+from transformer_xl.apps.serve.jobs import AnswerSize, Event, Failed, Finished, Sample, ScoredToken, TextJob
 from transformer_xl.apps.serve.rows import MemoryState, RowBatch, row_state
 from transformer_xl.apps.serve.scheduler import RowScheduler
 from transformer_xl.apps.serve.served_model import ServedModel
@@ -48,6 +48,7 @@ MAX_VALUES = 2**22
 """Values that the answer of one request may have (`AnswerSize`); those of an owner together twice as many, and less
 where several owners have some."""
 
+_MAX_NEWS = 1_000  # pieces of all streams in a second: to send one takes longer than to generate a token
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
@@ -200,6 +201,7 @@ class Engine:
         until = self.counters.prompt_tokens + READING_SLICE
         while self._reading and self.counters.prompt_tokens < until:
             self._read_slice()
+            self._tell_streams()
         self._share_rows()
         for key, batch in list(self._batches.items()):
             if len(batch):
@@ -207,6 +209,7 @@ class Engine:
                     self._step(self.models[key[0]], batch)
             if not len(batch):
                 self._keep_empty(key)
+        self._tell_streams()
 
     def _read_slice(self) -> None:
         """Read a slice of the prompt whose turn it is."""
@@ -354,7 +357,8 @@ class Engine:
         served, memory = job.served, reader.held_memory
         if not job.max_tokens:
             state = self._state(memory, 0, job.input_ids[-1], job) if job.keep_state else None
-            job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
+            for index in range(job.num_samples):
+                job.add(index, "", (), "length")
             self._end(job, Finished(state))
             return
         assert reader.last_hidden_B1D is not None
@@ -385,17 +389,10 @@ class Engine:
                 if one.job in self._running:
                     self._end(one.job, Failed(_DAMAGED, 422))
                 continue
-            job, token = one.job, scored.get(row, ScoredToken(token_ids[row]))
-            if job.num_logprobs is not None:
-                token = ScoredToken(token.token_id, token.logprob, token.top[: job.num_logprobs])
-            delta = one.add(token)
             self.counters.generated_tokens += 1
-            job.num_generated += 1
-            job.add(delta)
-            if delta.finish_reason is not None:
+            one.job.num_generated += 1
+            if one.add(token_ids[row], scored.get(row)) is not None:
                 self._finish(one)
-            elif job.streams:
-                self._tell(job)
 
     def _finish(self, one: Sample) -> None:
         """Remove a finished sequence; the last one of a job finishes that."""
@@ -407,30 +404,35 @@ class Engine:
         self._running[job].remove(one)
         if not self._running[job]:
             self._end(job, Finished(state))
-        elif job.streams:
-            self._tell(job)
 
     def _state(self, memory: Memory, row: int, newest: int, job: TextJob) -> MemoryState:
         """Return a copy of the memory of a sequence."""
         slots = job.served.generation_slots(job.memory_length)
         return row_state(memory, row, newest, slots, drop_empty=job.served.inference.limits_visible)
 
-    def _tell(self, job: TextJob) -> None:
-        events, job.pending = job.pending, list[Event]()
+    def _tell_streams(self) -> None:
+        """Tell the listeners of streams what is new, but none of them sooner than others leave time for."""
+        now, pause = time.monotonic(), self.num_running / _MAX_NEWS
+        for job in list(self._running):
+            if job.streams and job.has_news and now >= job.next_news:
+                job.next_news = now + pause
+                with self._failures([job]):
+                    self._tell(job)
+
+    def _tell(self, job: TextJob, *ends: Event) -> None:
         if not job.is_cancelled.is_set():
-            job.listener(events)
+            job.listener([*job.take_news(), *ends])
 
     def _end(self, job: TextJob, event: Finished | Failed) -> None:
         """Remove a job and tell its listener how it ended."""
         self._drop(job)
-        job.pending.append(event)
         if isinstance(event, Finished):
             self.counters.finished += 1
         else:
             self.counters.failed += 1
         # a listener that fails, such as one whose event loop is closed, must not stop the other jobs
         with suppress(Exception):
-            self._tell(job)
+            self._tell(job, event)
 
     def _drop(self, job: TextJob) -> None:
         """Remove a job and all its sequences."""
@@ -475,7 +477,7 @@ def _choose_tokens(
         likely ones were enough.
     """
     inference = served.inference
-    counts = [one.job.config.num_candidates for one in samples]
+    counts = [one.job.num_candidates for one in samples]
     needs_all = None in counts or any(one.job.num_logprobs is not None for one in samples)
     # what is computed for one row must not depend on what others need, unless that saves whole clusters
     if needs_all or not inference.config.cutoffs:
@@ -485,10 +487,8 @@ def _choose_tokens(
         logits_BV, ids_BV = (x_B1V[:, 0] for x_B1V in most_likely)
     groups: dict[tuple[object, ...], list[int]] = {}
     for row, is_finite in enumerate(logits_BV.amax(-1).isfinite().tolist()):
-        config = samples[row].job.config
         if is_finite:
-            key = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p
-            groups.setdefault(key, []).append(row)
+            groups.setdefault(samples[row].job.sampling, []).append(row)
     chosen: dict[int, int] = {}
     for rows in groups.values():
         config, count = samples[rows[0]].job.config, counts[rows[0]]

@@ -9,10 +9,10 @@ import math
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from transformer_xl.apps.serve.rows import MemoryState
@@ -57,22 +57,26 @@ class TokenLogprobs:
     def extend(self, tokens: Iterable[ScoredToken]) -> None:
         """Add tokens."""
         for token in tokens:
-            self._ids.append(token.token_id)
-            self._logprobs.append(math.nan if token.logprob is None else token.logprob)
-            rest = [(-1, 0.0)] * (self._num_top - len(token.top))
-            for token_id, logprob in (*token.top, *rest) if self._num_top else ():
-                self._top_ids.append(token_id)
-                self._top_logprobs.append(logprob)
+            self.append(token)
+
+    def append(self, token: ScoredToken) -> None:
+        """Add a token, of whose alternatives the first ones are kept."""
+        self._ids.append(token.token_id)
+        self._logprobs.append(math.nan if token.logprob is None else token.logprob)
+        rest = [(-1, 0.0)] * (self._num_top - len(token.top))
+        for token_id, logprob in (*token.top[: self._num_top], *rest):
+            self._top_ids.append(token_id)
+            self._top_logprobs.append(logprob)
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one sample got in a step, or in all of them."""
+    """What one sample got since the listener was told of it."""
 
     sample: int
     text: str
-    tokens: tuple[ScoredToken, ...] | TokenLogprobs
-    """The tokens whose text begins in the text so far."""
+    tokens: TokenLogprobs | tuple[()]
+    """The tokens whose text begins in the text so far, if log-probabilities are asked for."""
     offsets: Sequence[int]
     """The index of the character of the sample's text where each of these tokens begins."""
     finish_reason: FinishReason | None
@@ -135,7 +139,7 @@ class TextJob:
     shows_attention: bool = False
     """Whether the attention of the last token of the prompt is returned; nothing is generated then."""
     streams: bool = False
-    """Whether each step is told to the listener, not only the end."""
+    """Whether the listener is told while the samples are generated, not only at the end."""
 
     answer_size: AnswerSize | None = None
     """That of the whole request; None: it needs no room."""
@@ -152,29 +156,49 @@ class TextJob:
     """The tokens that were generated, those of a stop string too, once the job that keeps its state has finished."""
 
     def __post_init__(self) -> None:
-        self.pending: list[Event] = []
-        """What the listener was not told yet."""
         self.prompt_tokens = TokenLogprobs(self.num_logprobs or 0)
-        self._gathered: dict[int, tuple[list[str], TokenLogprobs, array[int]]] = {}
+        # of each sample, what the listener was not told yet
+        self._news: dict[int, tuple[list[str], TokenLogprobs, array[int], list[FinishReason]]] = {}
+        self.next_news = 0.0
+        """The time (`time.monotonic`) from which on a listener of a stream may be told more."""
+        config = self.config
+        self.num_candidates = config.num_candidates
+        self.sampling = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p
+        """The settings that samples share which are drawn together."""
         self.sample_logprobs = [0.0] * self.num_samples
         """Log-probability of each sample with all its tokens, those of a stop string too, if they are asked for."""
         self.sample_lengths = [0] * self.num_samples
         """Number of these tokens of each sample."""
 
-    def add(self, delta: Delta) -> None:
-        """Let the listener be told what a sample got: all of it when it is finished, if the job does not stream."""
-        if not self.streams:
-            new = list[str](), TokenLogprobs(self.num_logprobs or 0), array("q")
-            texts, tokens, offsets = self._gathered.setdefault(delta.sample, new)
-            texts.append(delta.text)
-            tokens.extend(delta.tokens)
-            offsets.extend(delta.offsets)
-            if delta.finish_reason is None:
-                return
-            delta = Delta(delta.sample, "".join(texts), tokens, offsets, delta.finish_reason)
-        elif self.num_logprobs:
-            delta = replace(delta, tokens=TokenLogprobs(self.num_logprobs, delta.tokens))
-        self.pending.append(delta)
+    def add(
+        self, sample: int, text: str, tokens: Sequence[tuple[int, ScoredToken]], finish_reason: FinishReason | None
+    ) -> None:
+        """Take what a sample got, which the listener will be told; tokens come with where they begin in its text."""
+        if not (text or tokens or finish_reason):
+            return
+        if sample not in self._news:
+            self._news[sample] = [], TokenLogprobs(self.num_logprobs or 0), array("q"), []
+        texts, all_tokens, offsets, reasons = self._news[sample]
+        texts.append(text)
+        for offset, token in tokens:
+            offsets.append(offset)
+            all_tokens.append(token)
+        if finish_reason is not None:
+            reasons.append(finish_reason)
+
+    def take_news(self) -> list[Event]:
+        """Return what the listener was not told yet, of each sample together."""
+        news = self._news
+        self._news = {}
+        return [
+            Delta(sample, "".join(texts), tokens, offsets, reasons[0] if reasons else None)
+            for sample, (texts, tokens, offsets, reasons) in news.items()
+        ]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that the listener was not told yet."""
+        return bool(self._news)
 
     def mean_logprob(self, sample: int) -> float:
         """Return the mean log-probability of the tokens of a sample, those of a stop string too."""
@@ -199,7 +223,7 @@ class Sample:
 
     job: TextJob
     index: int
-    generator: torch.Generator
+    generator: np.random.Generator
     builder: CompletionBuilder
     memory: Memory | None
     """Its memory while it has no row, which samples that have not begun share; None while it has one."""
@@ -215,28 +239,34 @@ class Sample:
     @staticmethod
     def create(job: TextJob, index: int, memory: Memory) -> Sample:
         """Return sample `index` of a job, without tokens, after the memory of the prompt."""
-        generator = torch.Generator().manual_seed((job.config.seed + index) % 2**63)
-        return Sample(job, index, generator, job.builder.copy(), memory)
+        generator = np.random.default_rng((job.config.seed + index) % 2**63)
+        builder = job.builder if job.num_samples == 1 else job.builder.copy()
+        return Sample(job, index, generator, builder, memory)
 
-    def add(self, token: ScoredToken) -> Delta:
-        """Add a token, and return the text and tokens that no later one can change."""
-        builder = self.builder
-        self.job.sample_logprobs[self.index] += token.logprob or 0.0
-        self.job.sample_lengths[self.index] += 1
+    def add(self, token_id: int, scored: ScoredToken | None) -> FinishReason | None:
+        """Add a token, and give the job the text and tokens that no later one can change.
+
+        Args:
+            token_id: the token.
+            scored: the same with its log-probability, if the job asks for them.
+
+        Returns:
+            why the sample has ended, or None if it goes on.
+        """
+        builder, job = self.builder, self.job
         begin = self.num_characters + builder.num_held_back
-        self.newest = token.token_id
-        is_eos = token.token_id in self.job.config.eos_token_ids
-        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=is_eos))
+        self.newest = token_id
+        is_eos = token_id in job.config.eos_token_ids
+        text = builder.add(GeneratedToken(self.index, token_id, None, is_eos=is_eos))
         self.num_characters += len(text)
-        self.held.append((begin, token))
-        # a stop string and what follows it belong to no text
-        is_cut = builder.finish_reason == "stop"
-        released = [
-            entry
-            for entry in self.held
-            if entry[0] < self.num_characters or (builder.finish_reason is not None and not is_cut)
-        ]
-        self.held = [] if builder.finish_reason else self.held[len(released) :]
-        offsets = tuple(entry[0] for entry in released)
-        tokens = tuple(entry[1] for entry in released)
-        return Delta(self.index, text, tokens, offsets, builder.finish_reason)
+        reason, released = builder.finish_reason, list[tuple[int, ScoredToken]]()
+        if scored is not None:
+            job.sample_logprobs[self.index] += scored.logprob or 0.0
+            job.sample_lengths[self.index] += 1
+            self.held.append((begin, scored))
+            # a stop string and what follows it belong to no text
+            is_whole = reason is not None and reason != "stop"
+            released = [entry for entry in self.held if is_whole or entry[0] < self.num_characters]
+            self.held = [] if reason else self.held[len(released) :]
+        job.add(self.index, text, released, reason)
+        return reason

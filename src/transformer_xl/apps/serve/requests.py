@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,11 +49,6 @@ class TextRequest:
     """Events of the jobs, each with the index of its job; an error ends the request."""
     started: float = field(default_factory=time.monotonic)
 
-    def listener(self, job: int) -> Callable[[list[Event]], object]:
-        """Return what the engine's thread tells the events of a job, by its index, to be called in the event loop."""
-        loop = asyncio.get_running_loop()
-        return lambda events: loop.call_soon_threadsafe(self.queue.put_nowait, (job, events))
-
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens of all prompts."""
@@ -81,6 +76,8 @@ class RequestRunner:
         self.sessions = SessionStore(self.engine.models, config.session_bytes, folder)
         self.threads = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(2))
         """Bound by owner of the threads that encode prompts or make answers, of which others must get some too."""
+        self._news = deque[tuple[TextRequest, int, list[Event]]]()
+        self._is_woken = False  # whether the event loop will see them
 
     def model(self, name: str | None) -> ServedModel:
         """Return a model by name, or the first one for None.
@@ -194,7 +191,7 @@ class RequestRunner:
                     ids,
                     config.model_copy(update={"seed": (seed + index * num_samples) % 2**63}),
                     max_tokens,
-                    request.listener(index),
+                    self._listener(request, index),
                     num_samples=num_samples,
                     add_bos=body.add_special_tokens,
                     num_logprobs=num_logprobs,
@@ -264,7 +261,7 @@ class RequestRunner:
                 ids[: position + 1],
                 GenerationConfig(),
                 0,
-                request.listener(0),
+                self._listener(request, 0),
                 add_bos=body.add_special_tokens,
                 memory_length=memory_length,
                 shows_attention=True,
@@ -283,6 +280,24 @@ class RequestRunner:
 
         async with self.threads[owner]:
             return await asyncio.to_thread(encoded)
+
+    def _listener(self, request: TextRequest, job: int) -> Callable[[list[Event]], object]:
+        """Return what the engine's thread tells the events of a job, by its index, to be seen in the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def listen(events: list[Event]) -> None:
+            self._news.append((request, job, events))
+            if not self._is_woken:  # once for what many jobs get in a step: waking it takes long
+                self._is_woken = True
+                loop.call_soon_threadsafe(self._deliver)
+
+        return listen
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # first, as more may come meanwhile
+        while self._news:
+            request, job, events = self._news.popleft()
+            request.queue.put_nowait((job, events))
 
     def _submit(self, request: TextRequest) -> None:
         try:

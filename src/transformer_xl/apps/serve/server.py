@@ -10,6 +10,7 @@ models dies, the server ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import stat
@@ -81,6 +82,8 @@ def serve(
         # cores, all of them sleep between two operators, and a step takes up to twice the time.
         with ThreadPoolExecutor(1) as executor:
             runner = executor.submit(loaded_runner).result()
+        gc.collect()
+        gc.freeze()  # modules and models stay, so no collection need look at them again, for which all texts would wait
         return run_server(runner, guard, config, listener)
 
 

@@ -773,9 +773,39 @@ struct Decoder {
     for (int64_t d = 0; d < z.D; d++) to[d] = (x[d] - mean) * scale * weight[d] + bias[d];
   }
 
-  static void prepare(const DecodedLayer& z, int step, int64_t row) {
-    const int64_t count = step < z.kSteps ? z.inputs(step) : 0;
-    A* const from = buffer<A>(kGrad, larger(larger(z.D, z.F), z.inner()));
+  // Of `kPadding` rows, or those that are left: where the input of products has columns, it is written in whole cache lines
+  static void prepare(const DecodedLayer& z, int step, int64_t block) {
+    constexpr int64_t kRows = DecodedLayer::kPadding;
+    const int64_t count = step < z.kSteps ? z.inputs(step) : 0, width = larger(z.D, z.inner());
+    A* const from = buffer<A>(kGrad, kRows * width);
+    const A* inputs[kRows];
+    const int64_t first = block * kRows, end = smaller(first + kRows, z.rows());
+    for (int64_t row = first; row < end; row++) inputs[row - first] = input_of(z, step, row, from + (row - first) * width);
+    if (by_columns(z) && count) {
+      constexpr int64_t pair = kPair<P>;
+      for (int64_t i = 0; i < count; i++) {
+        P* const column = static_cast<P*>(z.input) + i / pair * padded(z.rows()) * pair + first * pair + i % pair;
+        for (int64_t row = 0; row < end - first; row++) column[row * pair] = narrow<P>(inputs[row][i]);
+      }
+      return;
+    }
+    for (int64_t row = first; row < end && count; row++) {
+      const A* const input = inputs[row - first];
+      Input* const to = static_cast<Input*>(z.input) + row * count;
+      if (z.scale[0]) {
+        z.input_scale[row] = quantize(static_cast<int16_t*>(z.input) + row * count, input, count);
+      } else if constexpr (std::is_same_v<P, bf16>) {
+        for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(input[i]);
+      } else {
+        A* const whole = buffer<A>(kWide, count);
+        for (int64_t i = 0; i < count; i++) whole[i] = rounded(input[i]);
+        arrange<T>(to, whole, count);
+      }
+    }
+  }
+
+  // Ends the part before a step, and returns a row of what the step's products take, made in `from` if need be
+  static const A* input_of(const DecodedLayer& z, int step, int64_t row, A* from) {
     A* const x = static_cast<A*>(z.x) + row * z.D;
     const int norm = step > 1;  // of the part that begins or ends
     const A* const result = static_cast<const A*>(z.result) + row * z.outputs(larger(step, 1) - 1);
@@ -783,29 +813,15 @@ struct Decoder {
       for (int64_t d = 0; d < z.D; d++) x[d] += result[d];
       if (!z.norm_first) layer_norm(x, x, z, step == z.kSteps);
     }
-    const A* input = x;
+    if (step == 3) return result;
     if (step == 1) {
       const T* const o = z.attention.out.template at<T>(0, row, 0);
-      for (int64_t i = 0; i < count; i++) from[i] = widen(o[i]);
-      input = from;
-    } else if (step == 3) {
-      input = result;
-    } else if (step < z.kSteps && z.norm_first) {
-      layer_norm(from, x, z, norm), input = from;
+      for (int64_t i = 0; i < z.inner(); i++) from[i] = widen(o[i]);
+      return from;
     }
-    Input* const to = static_cast<Input*>(z.input) + row * count;
-    if (by_columns(z)) {
-      constexpr int64_t pair = kPair<P>;
-      P* const column = static_cast<P*>(z.input) + row * pair;
-      for (int64_t i = 0; i < count; i++) column[i / pair * padded(z.rows()) * pair + i % pair] = narrow<P>(input[i]);
-    } else if (z.scale[0]) {
-      z.input_scale[row] = quantize(static_cast<int16_t*>(z.input) + row * count, input, count);
-    } else if constexpr (std::is_same_v<P, bf16>) {
-      for (int64_t i = 0; i < count; i++) to[i] = narrow<T>(input[i]);
-    } else {
-      for (int64_t i = 0; i < count; i++) from[i] = rounded(input[i]);
-      arrange<T>(to, from, count);
-    }
+    if (step == z.kSteps || !z.norm_first) return x;
+    layer_norm(from, x, z, norm);
+    return from;
   }
 
   static void write_head(T* to, int64_t stride, const A* from, const DecodedLayer& z, int norm) {

@@ -96,7 +96,8 @@ struct Format {
   void (*forward)(const Attention&, int64_t task);
   void (*backward)(const Attention&, int64_t task);
   void (*decode)(const Attention&, int64_t task);  // a task is a batch row and head; no dropout, nothing is packed
-  void (*prepare)(const DecodedLayer&, int step, int64_t row);  // makes the input of a step's products, or, after the last, ends
+  // makes the input of a step's products from a block of kPadding rows, or, after the last step, ends
+  void (*prepare)(const DecodedLayer&, int step, int64_t block);
   void (*split)(const DecodedLayer&, int64_t row);  // the result of step 0 into queries, keys and values of heads
   void (*multiply)(const DecodedLayer&, int step, int64_t unit);
 };

@@ -277,12 +277,14 @@ int64_t grain(int64_t least, int64_t multiplications) {
   constexpr int64_t kWaking = int64_t{1} << 23;
   return is_passive ? std::max(least, kWaking / std::max<int64_t>(1, multiplications)) : least;
 }
-constexpr int64_t kSerialRows = 32;  // of tokens whose inputs one thread prepares sooner than two
+constexpr int64_t kSerialBlocks = 2;  // of tokens whose inputs one thread prepares sooner than two
+constexpr int64_t kSerialRows = kSerialBlocks * DecodedLayer::kPadding;
 
 void compute(DecodedLayer& z, const Format& format, bool has_tiles) {
   const int64_t rows = z.rows(), heads = z.attention.B * z.attention.N;
+  const int64_t blocks = (rows + z.kPadding - 1) / z.kPadding;
   for (int step = 0; step < z.kSteps; step++) {
-    for_all(rows, kSerialRows, false, [&](int64_t row) { format.prepare(z, step, row); });
+    for_all(blocks, kSerialBlocks, false, [&](int64_t block) { format.prepare(z, step, block); });
     const int64_t per_unit = z.kUnit * z.inputs(step) * rows;
     for_all(z.units(step), grain(4, per_unit), has_tiles, [&](int64_t unit) { format.multiply(z, step, unit); });
     if (step) continue;
@@ -290,7 +292,7 @@ void compute(DecodedLayer& z, const Format& format, bool has_tiles) {
     const int64_t per_head = 16 * z.attention.T * z.attention.S * z.attention.H;  // keys and values are read from RAM
     for_all(heads, grain(1, per_head), false, [&](int64_t task) { format.decode(z.attention, task); });
   }
-  for_all(rows, kSerialRows, false, [&](int64_t row) { format.prepare(z, z.kSteps, row); });
+  for_all(blocks, kSerialBlocks, false, [&](int64_t block) { format.prepare(z, z.kSteps, block); });
 }
 
 // All layers for few new tokens; returns the result of each, (L, B, T, D). Of each layer, `weights` are the matrices
