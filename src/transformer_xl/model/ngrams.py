@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig
-from transformer_xl.ops.linear import linear
+from transformer_xl.ops import native
+from transformer_xl.ops.linear import is_transformed, linear
 
 _STD = 0.02  # of the initial tables and projections
 _MULTIPLIER, _MODULUS = 1_000_003, 2**31 - 1  # primes of the polynomial hash, whose products fit into int64
@@ -52,6 +53,9 @@ class NgramEmbedding(nn.Module):
             num_new: T.
             visible_BT: number of tokens up to each that its n-grams may have, or None for all.
         """
+        if visible_BT is None and self._is_native():
+            rows_BTE = native.operators().ngram_rows(ids_BS, num_new, list(self.tables), self.scale)
+            return linear(rows_BTE, torch.cat(list(self.projections), dim=1))
         parts_BTD: list[Tensor] = []
         hash_BT = ids_BS[:, ids_BS.shape[1] - num_new :]
         for index, (table, projection_DE) in enumerate(zip(self.tables, self.projections, strict=True)):
@@ -63,3 +67,16 @@ class NgramEmbedding(nn.Module):
             embedded_BTE = F.embedding(hash_BT % len(table), table) * self.scale
             parts_BTD.append(linear(embedded_BTE, projection_DE))
         return torch.stack(parts_BTD).sum(0)
+
+    def _is_native(self) -> bool:
+        """Return whether two operators compute this: for few tokens, calling thirty takes longer than what they do."""
+        table = self.tables[0]
+        return (
+            not torch.is_grad_enabled()
+            and type(table) is nn.Parameter  # not sharded
+            and table.is_cpu
+            and table.dtype in (torch.float32, torch.float64)
+            and not torch.compiler.is_compiling()
+            and native.takes("ngrams")
+            and not is_transformed()
+        )

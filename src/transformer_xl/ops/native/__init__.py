@@ -1,7 +1,8 @@
-"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of few tokens, dropout, RMSNorm.
+"""Operators in C++ for CPUs: attention of a layer, and of few queries, all layers of few tokens, dropout, RMSNorm and
+rows for n-grams.
 
     native.operators()     torch.ops.transformer_xl_native, or None where they are not used
-    native.takes(kind)     whether dropout or RMSNorm is computed by them here
+    native.takes(kind)     whether dropout, RMSNorm or n-grams are computed by them here
     native.build.build()   compiles them; only `txl info --build-native` does
 
 The package works whole without them: `ops/kernels/cpu.py` and torch compute the same. They are loaded once in a
@@ -96,7 +97,7 @@ def fastest() -> NativeOrTorch:
 
 @contextmanager
 def chosen(**kinds: NativeOrTorch) -> Iterator[None]:
-    """Within this context compute `dropout` or `norm` with these, if they are there, in place of the fastest."""
+    """Within this context compute `dropout`, `norm` or `ngrams` with these, if there, in place of the fastest."""
     token = _chosen.set({**_chosen.get(), **kinds})
     try:
         yield
@@ -105,7 +106,7 @@ def chosen(**kinds: NativeOrTorch) -> Iterator[None]:
 
 
 def takes(kind: str) -> bool:
-    """Return whether the native operators compute `dropout` or `norm`."""
+    """Return whether the native operators compute `dropout`, `norm` or `ngrams`."""
     return _chosen.get().get(kind) != "torch" and operators() is not None
 
 
@@ -116,6 +117,7 @@ def _register() -> None:
     library.register_fake(f"{name}_backward", _gradient_shapes)
     library.register_fake(f"{name}_decode", _like)
     library.register_fake("transformer_xl_native::dropout", _same_shape)
+    library.register_fake("transformer_xl_native::ngram_rows", _rows)
     library.register_fake("transformer_xl_native::rms_norm", _normalized_shapes)
     library.register_fake("transformer_xl_native::rms_norm_backward", _norm_gradient_shapes)
     library.register_fake("transformer_xl_native::decode_layers", _states)
@@ -129,6 +131,10 @@ def _like(tensors: Sequence[Tensor], *_: Any) -> Tensor:
 
 def _same_shape(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _rows(ids_BS: Tensor, num_new: int, tables: Sequence[Tensor], _: float) -> Tensor:
+    return tables[0].new_empty(len(ids_BS), num_new, len(tables) * tables[0].shape[1])
 
 
 def _normalized_shapes(x_XH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -554,6 +554,18 @@ struct Head {
   }
 };
 
+template <class A>
+void look_up(const Ngrams& z, int64_t token) {
+  const int64_t* const newest = z.ids + token / z.T * z.S + z.S - z.T + token % z.T;
+  A* to = static_cast<A*>(z.result) + token * z.N * z.E;
+  int64_t hash = *newest;
+  for (int64_t n = 0; n < z.N; n++, to += z.E) {
+    hash = (hash * z.kMultiplier + newest[-1 - n]) % z.kModulus;
+    const A* const from = static_cast<const A*>(z.tables[n]) + hash % z.buckets[n] * z.E;
+    for (int64_t e = 0; e < z.E; e++) to[e] = from[e] * static_cast<A>(z.scale);
+  }
+}
+
 // Few queries without gradient, as in decoding token by token: keys and values are read once, where they are.
 
 // Sixteen numbers, in one register or two
@@ -888,7 +900,7 @@ struct Decoder {
 
 template <class T, class P, class A>
 constexpr Format format() {
-  return {&drop<T, A>, &rms_norm<T, A>,
+  return {&look_up<A>, &drop<T, A>, &rms_norm<T, A>,
           [](const Attention& z, int64_t task) {
             const Head<T, P, A> head(z, task);
             z.dropout > 0 ? head.template forward<true>() : head.template forward<false>();

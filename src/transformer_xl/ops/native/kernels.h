@@ -90,7 +90,20 @@ struct RmsNorm {
   int64_t tasks() const { return (rows + kUnit - 1) / kUnit; }
 };
 
+// Rows of tables for the n-grams that end at each of the last T tokens, of 2 tokens and more, chosen by a hash of their
+// ids. Ids are 0 where there is no token.
+struct Ngrams {
+  const int64_t* ids;       // (B, S), oldest first
+  int64_t S, T, E, N;       // N tables (buckets, E)
+  const int64_t* buckets;   // (N)
+  const void* const* tables;
+  double scale;
+  void* result;  // (B, T, N, E): rows times the scale
+  static constexpr int64_t kMultiplier = 1000003, kModulus = 2147483647;
+};
+
 struct Format {
+  void (*look_up)(const Ngrams&, int64_t token);
   void (*drop)(const Dropout&, int64_t task);
   void (*rms_norm)(const RmsNorm&, int64_t task);
   void (*forward)(const Attention&, int64_t task);

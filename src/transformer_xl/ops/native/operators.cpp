@@ -166,6 +166,29 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dout, const Tensor& x
   return rms_norm_of(x, weight, dout, factor, 0);
 }
 
+// Of ids (B, S), the rows of tables for the n-grams that end at the last tokens, (B, T, N * E)
+Tensor ngram_rows(const Tensor& ids, int64_t num_new, const Tensors& tables, double scale) {
+  const int64_t N = static_cast<int64_t>(tables.size());
+  require(N && ids.dim() == 2 && ids.scalar_type() == ScalarType::Long && num_new > 0 && ids.size(1) >= num_new + N,
+          "wrong ids of n-grams");
+  const Tensor rows = made_contiguous(ids);
+  const int64_t B = ids.size(0), E = tables[0].size(1);
+  const ScalarType type = tables[0].scalar_type();
+  std::vector<int64_t> buckets;
+  std::vector<const void*> pointers;
+  for (const Tensor& table : tables) {
+    require(table.dim() == 2 && table.size(0) && table.size(1) == E && table.scalar_type() == type &&
+                table.is_contiguous() && type != ScalarType::BFloat16, "wrong tables of n-grams");
+    buckets.push_back(table.size(0)), pointers.push_back(table.const_data_ptr());
+  }
+  const Tensor result = empty({B, num_new, N * E}, type);
+  const Ngrams z{static_cast<const int64_t*>(rows.const_data_ptr()), rows.size(1), num_new, E, N, buckets.data(),
+                 pointers.data(), scale, result.data_ptr()};
+  const Format& format = format_of(type);
+  for_all(B * num_new, 256, false, [&](int64_t token) { format.look_up(z, token); });
+  return result;
+}
+
 // A tensor (B, X, N, H), (X, N, H) or (N, H) as the kernels read it
 struct Strided {
   View view;
@@ -388,6 +411,7 @@ STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
       "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, "
       "Tensor? stop_key, Tensor? seed, float dropout, int num_clamped, int num_later) -> Tensor[]");
   m.def("dropout(Tensor x, Tensor? seed, float p, bool relu, Tensor? kept) -> Tensor");
+  m.def("ngram_rows(Tensor ids, int num_new, Tensor[] tables, float scale) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("rms_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor factor) -> (Tensor, Tensor)");
   m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
@@ -404,6 +428,7 @@ STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CPU, m) {
   m.impl("attention", TORCH_BOX(&txl::attention));
   m.impl("attention_backward", TORCH_BOX(&txl::attention_backward));
   m.impl("dropout", TORCH_BOX(&txl::dropout));
+  m.impl("ngram_rows", TORCH_BOX(&txl::ngram_rows));
   m.impl("rms_norm", TORCH_BOX(&txl::rms_norm));
   m.impl("rms_norm_backward", TORCH_BOX(&txl::rms_norm_backward));
   m.impl("attention_decode", TORCH_BOX(&txl::attention_decode));
