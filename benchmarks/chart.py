@@ -212,6 +212,7 @@ def serving_table(name: str, results: Results) -> str:
         f"-{kind}": f" ({kind})",
         "-ours": ", this package",
         "-transformers": ", transformers",
+        "-whole": ", whole answers",
         "-bfloat16": ", bfloat16",
     }
     for old, new in words.items():

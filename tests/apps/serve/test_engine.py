@@ -145,6 +145,7 @@ def test_stream_gets_pieces_no_more_often_than_there_is_time_for(
 ) -> None:
     """The first token at once, and the others when the rate allows, or at the end."""
     monkeypatch.setattr(engine_module, "_MAX_NEWS", rate)
+    monkeypatch.setattr(engine_module, "_MIN_PAUSE", 0.0)
     run, served, engine = engines()
     job, listener = make_job(served, TEXTS[0], 20, streams=True)
     engine.submit(job)

@@ -49,6 +49,7 @@ MAX_VALUES = 2**22
 where several owners have some."""
 
 _MAX_NEWS = 1_000  # pieces of all streams in a second: to send one takes longer than to generate a token
+_MIN_PAUSE = 0.01  # seconds between two pieces of a stream, which nobody sees
 _MAX_LOGITS = 2**22  # logits that are computed at once for the tokens of a prompt
 _DAMAGED = "the model's logits are not finite numbers for this text: its weights, or the session's memory, are damaged"
 _FAILED = "the model failed on this request; the server's log says why"
@@ -412,7 +413,7 @@ class Engine:
 
     def _tell_streams(self) -> None:
         """Tell the listeners of streams what is new, but none of them sooner than others leave time for."""
-        now, pause = time.monotonic(), self.num_running / _MAX_NEWS
+        now, pause = time.monotonic(), max(_MIN_PAUSE, self.num_running / _MAX_NEWS)
         for job in list(self._running):
             if job.streams and job.has_news and now >= job.next_news:
                 job.next_news = now + pause
