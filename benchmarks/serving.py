@@ -55,8 +55,8 @@ class Load:
 
     first_token_seconds: list[float] = field(default_factory=list)
     request_seconds: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    """Tokens that arrived while the load was measured."""
+    num_tokens: float = 0.0
+    """Tokens that arrived while the load was measured, of requests that were read to their end."""
     num_dropped: int = 0
     errors: list[str] = field(default_factory=list)
     texts: list[tuple[dict[str, Any], str]] = field(default_factory=list)
@@ -108,6 +108,8 @@ async def request(url: str, body: dict[str, Any], on_chunk: Any, *, whole: bool 
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
         status = int((await reader.readline()).split()[1])
+        if status != 200:
+            return status
         async for line in reader:
             start = line.find(b"{") if whole or line.startswith(b"data: {") else -1
             if start >= 0 and not on_chunk(json.loads(line[start:])):
@@ -125,7 +127,7 @@ class Answer:
         self.start = time.perf_counter()
         self.first_seconds: float | None = None
         self.texts: list[str] = []
-        self._num_counted = 0
+        self._num_timely = 0  # characters that arrived while the load was measured
 
     def add(self, chunk: dict[str, Any]) -> bool:
         """Take a chunk; return whether to go on."""
@@ -136,12 +138,12 @@ class Answer:
             self._load.errors.append(chunk["error"]["message"])
             return False
         self.texts += [choice["text"] for choice in chunk["choices"]]
+        num_characters = sum(map(len, self.texts))
         if now < self._end:
-            # a chunk is about a token, as bytes of one character arrive together; the usage has the exact number
-            usage = chunk.get("usage")
-            number = usage["completion_tokens"] - self._num_counted if usage else len(chunk["choices"])
-            self._num_counted += number
-            self._load.num_tokens += number
+            self._num_timely = num_characters
+        if usage := chunk.get("usage"):  # once, at the end: a chunk has any number of tokens
+            share = self._num_timely / num_characters if num_characters else now < self._end
+            self._load.num_tokens += usage["completion_tokens"] * share
         return not (self._is_dropped and len(self.texts) > 3)
 
 
@@ -253,8 +255,8 @@ def measure(run: Path, clients: int, bound: float, args: argparse.Namespace) -> 
     return result
 
 
-def main() -> None:
-    """Measure, and write the results to a file."""
+def arguments() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(description="Load on a server.")
     parser.add_argument("run", help="folder of a run, or name of a recipe")
     parser.add_argument("--clients", default="1,8,64")
@@ -271,7 +273,12 @@ def main() -> None:
     parser.add_argument("--drop", type=float, default=0.0, help="share of requests that are given up")
     parser.add_argument("--check", type=int, default=0, help="number of texts to compare with the same request alone")
     parser.add_argument("--out", type=Path, help="default: results/serving-RUN-SERVER-PROCESSOR.json")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Measure, and write the results to a file."""
+    args = arguments().parse_args()
     args.out = args.out or results_file(f"serving-{Path(args.run).resolve().name}-{args.server}")
     busy = warn_if_busy()
     bytes_per_second = bandwidth(args.threads)

@@ -222,8 +222,9 @@ class Version:
     def _serve(self, clients: int) -> dict[str, float]:
         import serving
 
-        load = Namespace(threads=self.args.threads, server="ours", option=[], drop=0.0, check=0)
-        load.tokens, load.prompt_tokens, load.seconds = (8, 6, 0.5) if self.args.quick else (128, 64, 4.0)
+        load = serving.arguments().parse_args(["small", f"--threads={self.args.threads}", "--seconds=4"])
+        if self.args.quick:
+            load.tokens, load.prompt_tokens, load.seconds = 8, 6, 0.5
         if self.server is None:
             environment = dict(os.environ)
             os.environ |= self.environment  # of the server, which is started by serving.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -37,14 +36,15 @@ def test_load_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_wrong_texts_and_failed_requests_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "tiny")
-    args = argparse.Namespace(prompt_tokens=6, tokens=8, drop=0.0, check=3, seconds=0.5, whole=False)
+    words = ["tiny", "--prompt-tokens=6", "--tokens=8", "--check=3", "--seconds=0.5"]
+    args = serving.arguments().parse_args(words)
     with running({"tiny": run}) as (client, _):
         url = str(client.base_url).rstrip("/")
         load = asyncio.run(serving.run_load(url, "tiny", 2, args))
         assert len(load.texts) in (2, 3)  # one of each client at least, and 3 of all are kept
         assert not load.errors
         assert asyncio.run(serving.count_wrong(url, load)) == 0
-        whole = asyncio.run(serving.run_load(url, "tiny", 2, argparse.Namespace(**{**vars(args), "whole": True})))
+        whole = asyncio.run(serving.run_load(url, "tiny", 2, serving.arguments().parse_args([*words, "--whole"])))
         assert not whole.errors
         assert whole.num_tokens >= 4 * len(whole.texts) > 0
         assert asyncio.run(serving.count_wrong(url, whole)) == 0
@@ -52,7 +52,7 @@ def test_wrong_texts_and_failed_requests_are_counted(tmp_path: Path) -> None:
         assert asyncio.run(serving.count_wrong(url, load)) == 1
         failed = asyncio.run(serving.run_load(url, "no-such-model", 1, args))
         assert "status 404" in failed.errors
-        assert failed.num_tokens == 0
+        assert failed.num_tokens == failed.num_dropped == 0
         # a client that stops reading has not got the rest of its tokens
         given_up = serving.Load()
         args.drop, args.tokens = 1.0, 60

@@ -13,6 +13,7 @@ from transformer_xl.config import TransformerXLConfig
 from transformer_xl.device import autocast
 from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.ops import native
+from transformer_xl.training.numerics import Numerics, computing_with
 
 
 def make_embedding(dtype: torch.dtype) -> NgramEmbedding:
@@ -54,3 +55,18 @@ def test_limits_of_what_is_visible_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native.operators(), "ngram_rows", None)
     with torch.no_grad():
         embedding(torch.ones(1, 5, dtype=torch.int64), 1, torch.tensor([[2]]))
+
+
+@needs_native
+def test_training_computes_them_by_torch_in_validation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a resumed run has the losses that it would have had, wherever the operators are built."""
+    embedding = make_embedding(torch.float32)
+    monkeypatch.setattr(native.operators(), "ngram_rows", None)
+    with computing_with(Numerics()), torch.no_grad():
+        embedding(torch.ones(1, 5, dtype=torch.int64), 1)
+
+
+@needs_native
+def test_ids_that_are_none_reach_no_other_memory() -> None:
+    rows_BTE = native.operators().ngram_rows(torch.tensor([[-1_000_000, -7, -5]]), 1, [torch.ones(9, 4)] * 2, 1.0)
+    assert torch.equal(rows_BTE, torch.ones(1, 1, 8))

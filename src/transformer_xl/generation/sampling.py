@@ -49,10 +49,11 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[np.
     if bool(probability_BV.isnan().any()):
         check_logits(logits_BV.amax(-1))
     # the least of these draws, each divided by its probability, is at an index drawn with these probabilities
-    draw_BV = np.empty(probability_BV.shape)
-    for draw_V, generator in zip(draw_BV, generators, strict=True):
-        generator.standard_exponential(out=draw_V)
-    return (probability_BV / torch.from_numpy(draw_BV)).argmax(-1).to(logits_BV.device)
+    drawn = np.empty(probability_BV.shape)
+    for row, generator in zip(drawn, generators, strict=True):
+        generator.standard_exponential(out=row)
+    draw_BV = torch.from_numpy(drawn).clamp_(min=torch.finfo(torch.float64).tiny)  # 0 / 0 would be chosen
+    return (probability_BV / draw_BV).argmax(-1).to(logits_BV.device)
 
 
 def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tensor:

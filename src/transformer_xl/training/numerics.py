@@ -75,8 +75,11 @@ def choose_numerics(
 
 @contextmanager
 def computing_with(numerics: Numerics) -> Iterator[None]:
-    """Within this context compute products, dropout and RMSNorm as recorded, forward and backward."""
-    kernels = chosen(dropout=numerics.dropout_kernel, norm=numerics.norm_kernel)
+    """Within this context compute products, dropout and RMSNorm as recorded, forward and backward.
+
+    N-grams always by torch, in validation too, whose losses are then those of any computer.
+    """
+    kernels = chosen(dropout=numerics.dropout_kernel, norm=numerics.norm_kernel, ngrams="torch")
     with matmul_library(numerics.matmul_library), kernels:
         yield
 

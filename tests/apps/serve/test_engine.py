@@ -11,8 +11,9 @@ import queue
 import time
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,23 @@ def test_stream_gets_pieces_no_more_often_than_there_is_time_for(
     offsets = [offset for delta in deltas for offset in delta.offsets]
     assert len(offsets) == 20
     assert offsets == sorted(offsets)
+
+
+def test_jobs_that_do_not_stream_leave_streams_as_they_are(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is read."""
+    seconds = count()
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=float))
+    monkeypatch.setattr(engine_module, "_MAX_NEWS", 0.25)
+    _, served, engine = engines()
+    others = [make_job(served, "other", 10**6, num_samples=8)[0] for _ in range(4)]
+    job, listener = make_job(served, TEXTS[0], 60, streams=True)
+    engine.submit(*others, job)
+    num_pieces = 0
+    while not isinstance(listener.lists.get(timeout=60)[-1], Finished):
+        num_pieces += 1
+    for other in others:
+        engine.cancel(other)
+    assert num_pieces > 10
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -147,6 +147,29 @@ def test_death_of_the_model_thread_is_said(run: Run, monkeypatch: pytest.MonkeyP
         assert client.post("/v1/completions", json=BODY).status_code == 503
 
 
+def test_failed_stream_has_all_that_was_generated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the listener was not told yet, as none is told again so soon."""
+    monkeypatch.setattr("transformer_xl.apps.serve.engine._MAX_NEWS", 1e-3)
+    body, texts, error = {**BODY, "max_tokens": 60_000, "stream": True, "seed": 1}, list[str](), None
+    with running({"tiny": run}) as (client, runner), client.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            chunk = json.loads(line[6:]) if line.startswith("data: {") else None
+            if chunk and "error" in chunk:
+                error = chunk["error"]["message"]
+            elif chunk:
+                texts += [choice["text"] for choice in chunk["choices"]]
+                if len(texts) == 1:
+                    while runner.engine.counters.generated_tokens < 100:
+                        time.sleep(0.01)
+                    runner.engine.stop(wait=False)
+        number = runner.engine.counters.generated_tokens
+    assert error is not None
+    assert len(texts) == 2
+    expected = generate(run, BODY["prompt"], max_new_tokens=number, seed=1, top_k=None).text
+    assert "".join(texts) == expected[: len("".join(texts))]
+    assert len("".join(texts)) >= len(expected) - 1  # a character that is not complete
+
+
 # Sessions
 
 

@@ -453,7 +453,7 @@ async def _stream(first: tuple[int, list[Event]], events: _Events, answer: _Answ
                 begun.add(index)
                 made += await run_in_threadpool(beginning, index)
             for event in parts:
-                if isinstance(event, Delta) and (event.text or event.tokens or event.finish_reason):
+                if isinstance(event, Delta):
                     made.append(_sse({**base, "choices": [answer.choice(index, event)]}))
             if made and answer.text.queue.empty():  # what has arrived meanwhile is sent together
                 yield "".join(made)

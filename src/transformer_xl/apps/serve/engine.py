@@ -413,10 +413,12 @@ class Engine:
 
     def _tell_streams(self) -> None:
         """Tell the listeners of streams what is new, but none of them sooner than others leave time for."""
-        now, pause = time.monotonic(), max(_MIN_PAUSE, self.num_running / _MAX_NEWS)
-        for job in list(self._running):
-            if job.streams and job.has_news and now >= job.next_news:
-                job.next_news = now + pause
+        streams = [job for job in self._running if job.streams]
+        num_rows = min(self.max_rows, sum(len(self._running[job]) for job in streams))
+        now, pause = time.monotonic(), max(_MIN_PAUSE, num_rows / _MAX_NEWS)
+        for job in streams:
+            if job.has_news and now - job.told >= pause:
+                job.told = now
                 with self._failures([job]):
                     self._tell(job)
 

@@ -75,7 +75,7 @@ class Delta:
 
     sample: int
     text: str
-    tokens: TokenLogprobs | tuple[()]
+    tokens: TokenLogprobs
     """The tokens whose text begins in the text so far, if log-probabilities are asked for."""
     offsets: Sequence[int]
     """The index of the character of the sample's text where each of these tokens begins."""
@@ -159,8 +159,8 @@ class TextJob:
         self.prompt_tokens = TokenLogprobs(self.num_logprobs or 0)
         # of each sample, what the listener was not told yet
         self._news: dict[int, tuple[list[str], TokenLogprobs, array[int], list[FinishReason]]] = {}
-        self.next_news = 0.0
-        """The time (`time.monotonic`) from which on a listener of a stream may be told more."""
+        self.told = -math.inf
+        """When (`time.monotonic`) the listener of a stream was told something last."""
         config = self.config
         self.num_candidates = config.num_candidates
         self.sampling = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p

@@ -289,7 +289,11 @@ class RequestRunner:
             self._news.append((request, job, events))
             if not self._is_woken:  # once for what many jobs get in a step: waking it takes long
                 self._is_woken = True
-                loop.call_soon_threadsafe(self._deliver)
+                try:
+                    loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # it is closed
+                    self._is_woken = False
+                    raise
 
         return listen
 
@@ -379,17 +383,19 @@ class RequestRunner:
                 if is_first:
                     self.metrics.first_token_seconds.add(time.monotonic() - request.started)
                     is_first = False
-                for event in events:
-                    if isinstance(event, Failed):
-                        raise ApiError(event.status, event.message)
-                    if isinstance(event, Finished):
-                        left -= 1
-                        if request.session is not None and event.state is not None:
-                            # it goes on if the client goes away meanwhile, and until then no other request may write
-                            saving = asyncio.ensure_future(
-                                asyncio.to_thread(self._commit, request, request.session, event.state)
-                            )
-                            await asyncio.shield(saving)
+                end_event = events[-1]
+                if isinstance(end_event, Failed):
+                    if events[:-1]:  # what came before it was not told yet
+                        yield index, events[:-1]
+                    raise ApiError(end_event.status, end_event.message)
+                if isinstance(end_event, Finished):
+                    left -= 1
+                    if request.session is not None and end_event.state is not None:
+                        # it goes on if the client goes away meanwhile, and until then no other request may write
+                        saving = asyncio.ensure_future(
+                            asyncio.to_thread(self._commit, request, request.session, end_event.state)
+                        )
+                        await asyncio.shield(saving)
                 yield index, events
         finally:
             watcher.cancel()

@@ -561,6 +561,7 @@ void look_up(const Ngrams& z, int64_t token) {
   int64_t hash = *newest;
   for (int64_t n = 0; n < z.N; n++, to += z.E) {
     hash = (hash * z.kMultiplier + newest[-1 - n]) % z.kModulus;
+    if (hash < 0) hash += z.kModulus;  // as torch's remainder
     const A* const from = static_cast<const A*>(z.tables[n]) + hash % z.buckets[n] * z.E;
     for (int64_t e = 0; e < z.E; e++) to[e] = from[e] * static_cast<A>(z.scale);
   }
