@@ -61,8 +61,7 @@ class Listener:
 def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: Any) -> tuple[TextJob, Listener]:
     listener = Listener()
     settings = {name: options.pop(name) for name in list(options) if name in GenerationConfig.model_fields}
-    if "memory_length" in settings:
-        options["memory_length"] = settings.pop("memory_length")
+    options |= {name: settings.pop(name) for name in ("memory_length", "num_samples") if name in settings}
     options = {"memory_length": served.check_memory_length(None), "num_logprobs": 1, **options}
     config = GenerationConfig(max_new_tokens=max(1, max_tokens), **{"top_k": None, **settings})
     ids = served.run.tokenizer.encode(text).tolist()
@@ -423,6 +422,20 @@ def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.Monke
     job, listener = make_job(served, "a", 50)
     engine.submit(job)
     assert isinstance(listener.wait()[2], Finished)
+
+
+def test_job_that_fails_at_one_sample_ends_once(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another sample of it finishes in the same step."""
+    _, served, engine = engines()
+    monkeypatch.setattr(engine_module, "_choose_tokens", lambda *_: ({1: 5}, None))
+    job, listener = make_job(served, "a", 1, num_samples=2, num_logprobs=None)
+    engine.submit(job)
+    (failed,) = listener.lists.get(timeout=60)
+    assert isinstance(failed, Failed)
+    assert "damaged" in failed.message
+    engine.stop()
+    assert listener.lists.empty()
+    assert engine.counters.failed == 1
 
 
 def test_damaged_memory_of_one_does_not_reach_others(engines) -> None:

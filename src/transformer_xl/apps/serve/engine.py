@@ -386,9 +386,10 @@ class Engine:
             tokens = _scored(logits_BV[rows], [token_ids[row] for row in rows], count)
             scored = dict(zip(rows, tokens, strict=True))
         for row, one in enumerate(samples):
+            if one.job not in self._running:  # it has failed at another sample
+                continue
             if row not in token_ids:
-                if one.job in self._running:
-                    self._end(one.job, Failed(_DAMAGED, 422))
+                self._end(one.job, Failed(_DAMAGED, 422))
                 continue
             self.counters.generated_tokens += 1
             one.job.num_generated += 1
