@@ -79,7 +79,7 @@ def test_stream_gives_the_same_text_and_tokens(gpt: openai.OpenAI) -> None:
     whole = gpt.completions.create(**arguments)
     chunks = list(gpt.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
     choices = [choice for chunk in chunks for choice in chunk.choices]
-    assert len(choices) > 10
+    assert len(choices) >= 3  # the prompt, the first token, and others in pieces of 10 ms
     assert "".join(choice.text for choice in choices) == whole.choices[0].text
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         streamed = [item for choice in choices for item in getattr(choice.logprobs, name)]
