@@ -274,6 +274,20 @@ def test_row_depends_neither_on_other_rows_nor_on_threads(weights, calls):
     assert len(calls) == 12 * 5
 
 
+def test_threads_wait_for_each_other(calls):
+    native, _ = make_pair(torch.float32, d_model=192, n_heads=3, d_ff=300)
+    tokens_BT, threads = random_tokens(64, 60), torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 4):
+            torch.set_num_threads(number)
+            results.append(read(native, tokens_BT)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+    assert len(calls) == 60 * 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_row_of_many_does_not_depend_on_their_number(dtype, calls):
     native, _ = make_pair(torch.float32, d_model=192, n_heads=3, d_ff=300)

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "layers.h"
 
 namespace txl {
 namespace {
@@ -223,18 +225,11 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   z.D = D, z.F = F, z.norm_first = norm_first, z.up_bias = up_bias.data(), z.down_bias = down_bias.data();
   a.out = view(attended.data(), num_new, a.N, a.H), z.input = input.data(), z.result = result.data();
   z.input_scale = input_scale.data(), z.x = results.add(x), results.add(inputs.k), results.add(inputs.v);
-  const int64_t blocks = (R + z.kPadding - 1) / z.kPadding;
-  results.compare([&](int threads) {  // as operators.cpp
-    std::copy(x_before.begin(), x_before.end(), x.begin());
+  z.from = x_before.data();
+  results.compare([&](int threads) {
     std::copy(k.begin(), k.end(), inputs.k.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());
-    for (int step = 0; step < z.kSteps; step++) {
-      parallel(threads, blocks, [&](int64_t block) { format.prepare(z, step, block); });
-      parallel(threads, z.units(step), [&](int64_t unit) { format.multiply(z, step, unit); });
-      if (step) continue;
-      parallel(threads, R, [&](int64_t row) { format.split(z, row); });
-      parallel(threads, a.B * a.N, [&](int64_t task) { format.decode(a, task); });
-    }
-    parallel(threads, blocks, [&](int64_t block) { format.prepare(z, z.kSteps, block); });
+    const std::unique_ptr<Phase[]> phases(new Phase[kPhases]);
+    parallel(threads, threads, [&](int64_t) { take_part({z}, format, phases.get(), 1); });
   });
 }
 

@@ -179,13 +179,14 @@ def harness(sanitizer: str, table: str, edits: Edits, functions: Sequence[str]) 
     """Build `kernels_in_threads.cpp` with a table of kernels, and run functions of it."""
     kernels = edited([*edits, *(BUFFERS if sanitizer == "address" else [])])
     command = ["g++", *build._COMMON, *FLAGS, *SANITIZERS[sanitizer], f"-DTXL_KERNELS={table}_kernels"]
-    header = ROOT / "src" / FOLDER / "kernels.h"
-    parts = [kernels, repr((command, build._UNITS)), header.read_text(), HARNESS.read_text()]
+    native = ROOT / "src" / FOLDER
+    headers = [header.read_text() for header in sorted(native.glob("*.h"))]
+    parts = [kernels, repr((command, build._UNITS)), *headers, HARNESS.read_text()]
     folder = WORK / "programs" / digest(*parts)
     if not (folder / "program").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.cpp").write_text(kernels, encoding="utf-8")
-        command += ["-I", str(header.parent), "-c"]
+        command += ["-I", str(native), "-c"]
         sources = {"kernels": [str(folder / "kernels.cpp"), *build._UNITS[table][1]], "harness": [str(HARNESS)]}
         objects = {name: str(folder / f"{name}.o") for name in sources}
         end = time.monotonic() + SECONDS

@@ -695,9 +695,16 @@ void dots(double* to, const double* rows, int64_t stride, const double* vector, 
   }
 }
 
-// s += q (H) times keys (count, H), stored by rows or by columns
+// Let the processor begin to read numbers that are wanted soon.
+template <class T>
+void fetch(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + i);
+}
+
+// s += q (H) times keys (count, H), stored by rows or by columns; meanwhile the first of `soon` begin to be read
 template <class T, class A>
-void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, int64_t stride, int64_t stride_h) {
+void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, int64_t stride, int64_t stride_h,
+                const T* soon, int64_t num_soon) {
   if (stride_h == 1) {
     A sums[4], *const q = buffer<A>(kArranged, H);
     arrange<T>(q, query, H);
@@ -717,6 +724,7 @@ void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, i
     int64_t h = 0;
     for (; h + kTogether <= H; h += kTogether) {
       const T *a = keys + h * stride_h + j0, *b = a + stride_h, *c = b + stride_h, *d = c + stride_h;
+      fetch(soon + h * num_soon / H, num_soon * kTogether / H);
 #pragma omp simd
       for (int64_t j = 0; j < size; j++)
         to[j] += widen(a[j]) * q[h] + widen(b[j]) * q[h + 1] + (widen(c[j]) * q[h + 2] + widen(d[j]) * q[h + 3]);
@@ -729,6 +737,7 @@ void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, i
 
 template <class T, class A>
 void decode(const Attention& z, int64_t task) {
+  constexpr int64_t kShort = 512;  // keys that processors do not read ahead in time by themselves
   const int64_t b = task / z.N, n = task % z.N;
   const A scale = 1 / std::sqrt(static_cast<A>(z.H));
   A *const scores = buffer<A>(kWide, z.S), *const o = buffer<A>(kOut, z.H);
@@ -743,14 +752,18 @@ void decode(const Attention& z, int64_t task) {
       o[h] = 0;
     }
     std::memset(scores, 0, count * sizeof(A));
-    add_scores(scores + far, position, z.r.at<T>(0, z.P - near, n), near, z.H, z.r.x, z.r.h);
+    const T* const v = z.v.at<T>(b, s.first, n);
+    add_scores(scores + far, position, z.r.at<T>(0, z.P - near, n), near, z.H, z.r.x, z.r.h, v, 0);
     for (int64_t j = 0; j < far; j++) scores[j] = scores[far];  // clamped distances
-    add_scores(scores, content, z.k.at<T>(b, s.first, n), count, z.H, z.k.x, z.k.h);
+    add_scores(scores, content, z.k.at<T>(b, s.first, n), count, z.H, z.k.x, z.k.h, v,
+               count <= kShort ? count * z.H : 0);
     const A most = maximum(scores, count);
     const A sum = exponentials<false>(scores, scores, count, most, Draws(z, 0), 0);
-    const T* const v = z.v.at<T>(b, s.first, n);
+    const int64_t next = smaller(task + 1, z.B * z.N - 1), num_soon = count <= kShort ? count : 0;
+    const T* const soon = z.k.at<T>(next / z.N, s.first, next % z.N);
     int64_t j = 0;
     for (; j + 4 <= count; j += 4) {
+      for (int64_t h = j * z.H / count; h < (j + 4) * z.H / count; h++) fetch(soon + h * z.k.h, num_soon);
       const T *v0 = v + j * z.v.x, *v1 = v0 + z.v.x, *v2 = v1 + z.v.x, *v3 = v2 + z.v.x;
       const A* const p = scores + j;
 #pragma omp simd
@@ -822,6 +835,7 @@ struct Decoder {
     A* const x = static_cast<A*>(z.x) + row * z.D;
     const int norm = step > 1;  // of the part that begins or ends
     const A* const result = static_cast<const A*>(z.result) + row * z.outputs(larger(step, 1) - 1);
+    if (!step) std::memcpy(x, static_cast<const A*>(z.from) + row * z.D, z.D * sizeof(A));  // computed in place
     if (step == 2 || step == z.kSteps) {  // attention or feed-forward ends
       for (int64_t d = 0; d < z.D; d++) x[d] += result[d];
       if (!z.norm_first) layer_norm(x, x, z, step == z.kSteps);

@@ -12,8 +12,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "kernels.h"
+#include "layers.h"
 
 namespace c10 {
 struct BFloat16;
@@ -292,30 +294,19 @@ Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, cons
   return out;
 }
 
-// Number of tasks that one thread does at least, of so many multiplications each: where threads wait without spinning, as
-// in a server, waking one takes as long as millions.
-int64_t grain(int64_t least, int64_t multiplications) {
+void compute(const std::vector<DecodedLayer>& layers, const Format& format, bool has_tiles) {
   static const char* const policy = std::getenv("OMP_WAIT_POLICY");
-  static const bool is_passive = policy && (*policy == 'p' || *policy == 'P');
-  constexpr int64_t kWaking = int64_t{1} << 23;
-  return is_passive ? std::max(least, kWaking / std::max<int64_t>(1, multiplications)) : least;
-}
-constexpr int64_t kSerialBlocks = 2;  // of tokens whose inputs one thread prepares sooner than two
-constexpr int64_t kSerialRows = kSerialBlocks * DecodedLayer::kPadding;
-
-void compute(DecodedLayer& z, const Format& format, bool has_tiles) {
-  const int64_t rows = z.rows(), heads = z.attention.B * z.attention.N;
-  const int64_t blocks = (rows + z.kPadding - 1) / z.kPadding;
-  for (int step = 0; step < z.kSteps; step++) {
-    for_all(blocks, kSerialBlocks, false, [&](int64_t block) { format.prepare(z, step, block); });
-    const int64_t per_unit = z.kUnit * z.inputs(step) * rows;
-    for_all(z.units(step), grain(4, per_unit), has_tiles, [&](int64_t unit) { format.multiply(z, step, unit); });
-    if (step) continue;
-    for_all(rows, kSerialRows, false, [&](int64_t row) { format.split(z, row); });
-    const int64_t per_head = 16 * z.attention.T * z.attention.S * z.attention.H;  // keys and values are read from RAM
-    for_all(heads, grain(1, per_head), false, [&](int64_t task) { format.decode(z.attention, task); });
-  }
-  for_all(blocks, kSerialBlocks, false, [&](int64_t block) { format.prepare(z, z.kSteps, block); });
+  // where threads wait without spinning, as in a server, waking one takes as long as millions of multiplications
+  static const int64_t per_thread = policy && (*policy == 'p' || *policy == 'P') ? int64_t{1} << 22 : int64_t{1} << 18;
+  int64_t multiplications = 0;
+  for (const DecodedLayer& z : layers)
+    multiplications += z.rows() * z.inner() * (4 * z.D + 16 * z.attention.S) + 2 * z.rows() * z.D * z.F;
+  const std::unique_ptr<Phase[]> phases(new Phase[kPhases * layers.size()]);
+  const int64_t most_threads = std::max<int64_t>(1, multiplications / per_thread);
+  torch::stable::parallel_for(0, most_threads, 1, [&](int64_t, int64_t) {  // once in each thread
+    take_part(layers, format, phases.get());
+    if (has_tiles) blas::brgemm_release(true);
+  });
 }
 
 // All layers for few new tokens; returns the result of each, (L, B, T, D). Of each layer, `weights` are the matrices
@@ -357,6 +348,7 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
   const Strided q{{scratch.get(), T * I, I, H, 1}, key_type, 4, B, T, N, H};
   std::vector<float> input_scale(R);
   const void* previous = first.const_data_ptr();
+  std::vector<DecodedLayer> layers;
   for (size_t layer = 0; layer < L; layer++) {
     const Tensor* own = &weights[layer * per_layer];
     const int64_t end = ends[layer];
@@ -391,12 +383,12 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
       if (num_vectors == 8) z.weight[2 + i] = check(own[12 + i], {H}, type);
     }
     std::copy_n(eps.begin() + 4 * layer, 4, z.eps);
-    z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * R * D * size;
-    std::memcpy(z.x, previous, R * D * size);  // computed in place
+    z.from = previous, z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * R * D * size;
     z.input = scratch.get() + starts[2], z.result = scratch.get() + starts[3], z.input_scale = input_scale.data();
-    compute(z, format, key_type == ScalarType::BFloat16 && bfloat16_product);
     previous = z.x;
+    layers.push_back(z);
   }
+  compute(layers, format, key_type == ScalarType::BFloat16 && bfloat16_product);
   return states;
 }
 
