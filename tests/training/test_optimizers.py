@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.training.optimizers import Muon, build_optimizers, orthogonalize
+from transformer_xl.training.optimizers import (
+    Muon,
+    _orthogonalized_blocks,
+    _soap_direction,
+    build_optimizers,
+    orthogonalize,
+)
 
 # shapes of the matrices that Muon updates, and whether blocks are of rows (0) or columns (1), in blocks of 4: three are
 # divided into blocks, one of which is tall; the others are one block each
@@ -138,6 +144,51 @@ def test_muon_equals_a_float64_implementation() -> None:
     take_steps(muon(weights, CONFIG.model_copy(update={"muon_learning_rate_ratio": 1.5})), weights, all_grads)
     for actual, by_hand in zip(weights, expected, strict=True):
         torch.testing.assert_close(actual.detach(), by_hand, rtol=0, atol=1e-10)
+
+
+def soap_directions(all_grads: list[Tensor]) -> list[Tensor]:
+    state: dict[str, Any] = {}
+    return [_soap_direction(grad, state, 0.9) for grad in all_grads]
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (5, 9), (9, 5)])
+def test_soap_directions_turn_with_the_gradients(shape: tuple[int, int]) -> None:
+    """They do not depend on the coordinates of a side that has a basis: of the shorter one, or of both."""
+    draw = torch.Generator().manual_seed(3)
+    grads = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(35)]
+    turns = [torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))[0] for size in shape]
+    left, right = (turn if len(turn) == 5 else torch.eye(len(turn)).double() for turn in turns)
+    turned = soap_directions([left @ grad @ right for grad in grads])
+    for actual, straight in zip(turned, soap_directions(grads), strict=True):
+        torch.testing.assert_close(actual, left @ straight @ right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
+def test_soap_directions_are_those_of_adam_in_the_eigenbasis(shape: tuple[int, int]) -> None:
+    """Independent gradients, whose size falls along the shorter side, have that side's coordinates as their basis."""
+    draw = torch.Generator().manual_seed(4)
+    side = shape.index(4)
+    sizes = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64).unsqueeze(1 - side)
+    grads = [sizes * torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(200)]
+    mean, square = torch.zeros(shape).double(), torch.zeros(shape).double()
+    for grad in grads[1:]:  # the first only gives the basis
+        mean, square = 0.9 * mean + 0.1 * grad, 0.9 * square + 0.1 * grad**2
+    expected = (0.9 * mean + 0.1 * grads[-1]) / square.sqrt()
+    assert torch.cosine_similarity(soap_directions(grads)[-1].flatten(), expected.flatten(), dim=0) > 0.99
+
+
+def test_soap_muon_orthogonalizes_its_directions() -> None:
+    config = CONFIG.model_copy(update={"optimizer": "soap-muon", "weight_decay": 0.0})
+    weights, plain, states = matrices(torch.float64), matrices(torch.float64), [{} for _ in SHAPES]
+    all_grads = gradients(torch.float64, 12)
+    take_steps(muon(weights, config), weights, all_grads)
+    for grads in all_grads:
+        directions = [_soap_direction(*pair, 0.95) for pair in zip(grads, states, strict=True)]
+        for index, (weight, direction) in enumerate(zip(plain, directions, strict=True)):
+            (update,) = _orthogonalized_blocks([direction], BLOCK_DIMS[index], 4)
+            weight.data.add_(update, alpha=-0.02)
+    for actual, expected in zip(weights, plain, strict=True):
+        torch.testing.assert_close(actual.detach(), expected.detach(), rtol=0, atol=1e-12)
 
 
 def test_orthogonalize_sets_singular_values_to_about_1() -> None:

@@ -54,8 +54,9 @@ class TrainConfig(Settings):
     """New runs: lower max_steps to the steps that read the training text this often, and other numbers of steps, such
     as warmup_steps, in proportion; a max_steps that is given with a recipe replaces the recipe's max_epochs; none:
     max_steps alone."""
-    optimizer: Literal["adam", "adamw", "muon"] = "adam"
-    """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights)."""
+    optimizer: Literal["adam", "adamw", "muon", "soap-muon"] = "adam"
+    """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights), which
+    soap-muon gives directions of about equal size first: each step takes longer and learns more."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -163,6 +164,8 @@ class TrainConfig(Settings):
             raise ValueError(
                 f"compile {self.compile} needs segments of fixed lengths; leave it or random_segment_lengths out"
             )
+        if self.optimizer == "soap-muon" and self.parallelism == "fsdp":
+            raise ValueError("optimizer soap-muon needs whole matrices; give parallelism ddp or optimizer muon")
         if (self.micro_batch_size or 0) > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size:,} is more than batch_size {self.batch_size:,}")
         return self
@@ -171,12 +174,17 @@ class TrainConfig(Settings):
     def unused(self) -> dict[str, str]:
         """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
         needed = {
-            "muon_learning_rate_ratio": "" if self.optimizer == "muon" else "optimizer muon",
+            "muon_learning_rate_ratio": "" if self.has_muon else "optimizer muon or soap-muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
             "average_learning_rate": "" if self.weight_average != "none" else "weight_average ema or uniform",
         }
         return {name: need for name, need in needed.items() if need}
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether Muon updates the matrices of the layers."""
+        return self.optimizer in ("muon", "soap-muon")
 
     @property
     def num_inputs(self) -> int:

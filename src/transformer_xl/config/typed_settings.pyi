@@ -69,7 +69,7 @@ class TrainSettings(TypedDict, total=False):
     micro_batch_size: int | None
     max_steps: int
     max_epochs: float | None
-    optimizer: Literal["adam", "adamw", "muon"]
+    optimizer: Literal["adam", "adamw", "muon", "soap-muon"]
     learning_rate: float
     beta1: float
     beta2: float

@@ -199,7 +199,7 @@ class _Search:
                 f"the best rate was the {end} of those tried, so one beyond it may be better; search again with "
                 f"train.learning_rate={best:.2g}"
             )
-        exponent = _MUON_LENGTH_EXPONENT if config.optimizer == "muon" else _LENGTH_EXPONENT
+        exponent = _MUON_LENGTH_EXPONENT if config.has_muon else _LENGTH_EXPONENT
         rate = _lowest_point(losses) * (steps / config.max_steps) ** exponent
         return float(f"{rate:.2g}")
 

@@ -27,6 +27,7 @@ _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2
 _MUON_MOMENTUM = 0.95
 _EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their parameters
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
+_SOAP_INTERVAL, _SOAP_EPS = 10, 1e-8  # steps between two bases; added to the root of the second moment
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0) -> Optimizers:
@@ -52,7 +53,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
         if not parameter.requires_grad:
             continue
         factor, is_matrix = _rate_factor(name, len(model.layers), layer_rate_decay), parameter.ndim == 2
-        if config.optimizer == "muon" and is_matrix and name.startswith("layers.") and ".lora_" not in name:
+        if config.has_muon and is_matrix and name.startswith("layers.") and ".lora_" not in name:
             block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
             muon.setdefault((factor, block_dim), []).append(parameter)
         else:
@@ -168,6 +169,10 @@ class Muon(torch.optim.Optimizer):
     shape in one batch. And three iterations with the coefficients of Polar Express (Amsel et al. 2025) replace five
     with fixed ones. Products are in bfloat16 if the device supports it, else in float32. If weights are sharded over
     processes, each process gathers the full matrices and keeps its shard of the update.
+
+    With the optimizer `soap-muon`, momentum is divided by the root of the second moment before, both in the eigenbasis
+    of the covariance of the gradient's shorter side, or of both sides of a square matrix (SOAP, Vyas et al. 2024). The
+    basis follows the covariance every 10 steps.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig) -> None:
@@ -185,6 +190,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": config.weight_decay,
         }
         super().__init__(groups, defaults)
+        self._has_bases = config.optimizer == "soap-muon"
 
     @override
     @torch.no_grad()
@@ -195,7 +201,10 @@ class Muon(torch.optim.Optimizer):
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not updated:  # torch's functions on lists refuse empty ones
                 continue
-            directions = self._directions(updated, group["momentum"])
+            if self._has_bases:
+                directions = [_soap_direction(one.grad, self.state[one], group["momentum"]) for one in updated]
+            else:
+                directions = self._directions(updated, group["momentum"])
             rate = group["lr"] * group["lr_ratio"]
             if group["weight_decay"]:
                 torch._foreach_mul_(updated, 1 - rate * group["weight_decay"])
@@ -213,6 +222,47 @@ class Muon(torch.optim.Optimizer):
         means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(means, grads, 1 - momentum)
         return [full_tensor(direction) for direction in torch._foreach_lerp(grads, means, momentum)]
+
+
+def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float) -> Tensor:
+    """Return the direction of a matrix with the optimizer `soap-muon`, and update its state; any scale is as good.
+
+    Covariances and bases are those of side 0 or 1, or of both, one after the other.
+    """
+    assert grad is not None
+    sides = [side for side, size in enumerate(grad.shape) if size == min(grad.shape)]
+    covariances = [matrix @ matrix.mT for matrix in (grad if side == 0 else grad.mT for side in sides)]
+    if not state:
+        state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(grad)}
+        state |= {"second_moment": torch.zeros_like(grad), "covariance": (1 - momentum) * torch.stack(covariances)}
+        finite = state["covariance"].double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
+        state["basis"] = torch.linalg.eigh(finite)[1].flip(-1).contiguous().to(grad)
+        return grad
+    mean, square, bases = state["momentum_buffer"], state["second_moment"], state["basis"]
+    rotated = _rotated(grad, sides, bases.mT)
+    mean.lerp_(rotated, 1 - momentum)
+    square.lerp_(rotated.square(), 1 - momentum)
+    direction = mean.lerp(rotated, 1 - momentum).div_(square.sqrt().add_(_SOAP_EPS))
+    direction = _rotated(direction, sides, bases)
+    state["covariance"].lerp_(torch.stack(covariances), 1 - momentum)
+    state["step"] += 1
+    if state["step"] % _SOAP_INTERVAL == 0:
+        for side, basis, covariance in zip(sides, bases, state["covariance"], strict=True):
+            # a step of the power method; it converges where eigenvalues fall from column to column
+            image = covariance @ basis
+            order = (basis * image).sum(0).argsort(descending=True)
+            new = torch.linalg.qr(image[:, order])[0]
+            mean.copy_(_rotated(mean.index_select(side, order), [side], [new.mT @ basis[:, order]]))
+            square.copy_(square.index_select(side, order))
+            basis.copy_(new)
+    return direction
+
+
+def _rotated(matrix: Tensor, sides: Sequence[int], rotations: Iterable[Tensor]) -> Tensor:
+    """Return the matrix with these of its sides multiplied by rotations."""
+    for side, rotation in zip(sides, rotations, strict=True):
+        matrix = matrix @ rotation.mT if side else rotation @ matrix
+    return matrix
 
 
 def _orthogonalized_blocks(matrices: Sequence[Tensor], block_dim: int, block_width: int) -> list[Tensor]:
