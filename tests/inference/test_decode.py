@@ -9,6 +9,7 @@ Shape suffixes: B batch size, T tokens.
 from __future__ import annotations
 
 import math
+import threading
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from transformer_xl.integrations.int8 import with_int8_weights
 from transformer_xl.model.lora import add_lora
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.ops import native
 
 pytestmark = needs_native
 
@@ -286,6 +288,32 @@ def test_threads_wait_for_each_other(calls):
         torch.set_num_threads(threads)
     assert torch.equal(*results)
     assert len(calls) == 60 * 2
+
+
+@pytest.mark.skipif("bfloat16 products" not in native.status().text, reason="oneDNN multiplies no bfloat16 here")
+def test_failed_task_ends_the_step_in_all_threads(calls):
+    """oneDNN, switched off, refuses to multiply; a thread that waited for that product for ever would block Python."""
+    model, _ = make_pair(torch.float32, d_model=256, n_heads=4, d_ff=1024)
+    prepared, threads = prepare_inference(model, "bfloat16"), torch.get_num_threads()
+    raised: list[BaseException] = []
+
+    def step() -> None:
+        torch.set_num_threads(2)
+        try:
+            run(prepared, random_tokens(64, 1), prepared.initial_memory(64, LIMITS))
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    try:
+        torch._C._set_mkldnn_enabled(False)  # `torch.backends.mkldnn.flags` warns of TF32
+        thread.start()
+        thread.join(timeout=60)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        torch.set_num_threads(threads)
+    assert "Brgemm" in str(raised[0])
+    assert calls == [64]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

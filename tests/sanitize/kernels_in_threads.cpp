@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -226,10 +225,15 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   a.out = view(attended.data(), num_new, a.N, a.H), z.input = input.data(), z.result = result.data();
   z.input_scale = input_scale.data(), z.x = results.add(x), results.add(inputs.k), results.add(inputs.v);
   z.from = x_before.data();
+  std::vector<A> x_after(R * D);
+  DecodedLayer second = z;  // after the first
+  second.from = x.data(), second.x = results.add(x_after);
+  const std::vector<DecodedLayer> layers{z, second};
   results.compare([&](int threads) {
     std::copy(k.begin(), k.end(), inputs.k.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());
-    const std::unique_ptr<Phase[]> phases(new Phase[kPhases]);
-    parallel(threads, threads, [&](int64_t) { take_part({z}, format, phases.get(), 1); });
+    Together together(layers, format, threads, 1);
+    parallel(threads, threads, [&](int64_t) { together.take_part(); });
+    together.finish();
   });
 }
 

@@ -737,8 +737,8 @@ void add_scores(A* s, const A* query, const T* keys, int64_t count, int64_t H, i
 
 template <class T, class A>
 void decode(const Attention& z, int64_t task) {
-  constexpr int64_t kShort = 512;  // keys that processors do not read ahead in time by themselves
-  const int64_t b = task / z.N, n = task % z.N;
+  constexpr int64_t kShort = 65536;  // bytes of keys, up to which processors do not read ahead in time by themselves
+  const int64_t b = task / z.N, n = task % z.N, next = smaller(task + 1, z.B * z.N - 1);
   const A scale = 1 / std::sqrt(static_cast<A>(z.H));
   A *const scores = buffer<A>(kWide, z.S), *const o = buffer<A>(kOut, z.H);
   A *const content = buffer<A>(kDqc, z.H), *const position = buffer<A>(kDqp, z.H);
@@ -753,17 +753,19 @@ void decode(const Attention& z, int64_t task) {
     }
     std::memset(scores, 0, count * sizeof(A));
     const T* const v = z.v.at<T>(b, s.first, n);
+    const bool is_fetched = z.k.x == 1 && count * z.H * static_cast<int64_t>(sizeof(T)) <= kShort;
     add_scores(scores + far, position, z.r.at<T>(0, z.P - near, n), near, z.H, z.r.x, z.r.h, v, 0);
     for (int64_t j = 0; j < far; j++) scores[j] = scores[far];  // clamped distances
     add_scores(scores, content, z.k.at<T>(b, s.first, n), count, z.H, z.k.x, z.k.h, v,
-               count <= kShort ? count * z.H : 0);
+               is_fetched && !i && z.v.x == z.H ? count * z.H : 0);
     const A most = maximum(scores, count);
     const A sum = exponentials<false>(scores, scores, count, most, Draws(z, 0), 0);
-    const int64_t next = smaller(task + 1, z.B * z.N - 1), num_soon = count <= kShort ? count : 0;
+    const int64_t num_soon = is_fetched && i == z.T - 1 ? count : 0;
     const T* const soon = z.k.at<T>(next / z.N, s.first, next % z.N);
     int64_t j = 0;
     for (; j + 4 <= count; j += 4) {
-      for (int64_t h = j * z.H / count; h < (j + 4) * z.H / count; h++) fetch(soon + h * z.k.h, num_soon);
+      if (num_soon)
+        for (int64_t h = j * z.H / count; h < (j + 4) * z.H / count; h++) fetch(soon + h * z.k.h, num_soon);
       const T *v0 = v + j * z.v.x, *v1 = v0 + z.v.x, *v2 = v1 + z.v.x, *v3 = v2 + z.v.x;
       const A* const p = scores + j;
 #pragma omp simd

@@ -301,12 +301,13 @@ void compute(const std::vector<DecodedLayer>& layers, const Format& format, bool
   int64_t multiplications = 0;
   for (const DecodedLayer& z : layers)
     multiplications += z.rows() * z.inner() * (4 * z.D + 16 * z.attention.S) + 2 * z.rows() * z.D * z.F;
-  const std::unique_ptr<Phase[]> phases(new Phase[kPhases * layers.size()]);
-  const int64_t most_threads = std::max<int64_t>(1, multiplications / per_thread);
-  torch::stable::parallel_for(0, most_threads, 1, [&](int64_t, int64_t) {  // once in each thread
-    take_part(layers, format, phases.get());
+  const int64_t num_threads = std::clamp<int64_t>(multiplications / per_thread, 1, torch::stable::get_num_threads());
+  Together together(layers, format, num_threads);
+  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    together.take_part();
     if (has_tiles) blas::brgemm_release(true);
   });
+  together.finish();
 }
 
 // All layers for few new tokens; returns the result of each, (L, B, T, D). Of each layer, `weights` are the matrices
