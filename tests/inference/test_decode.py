@@ -26,7 +26,7 @@ from transformer_xl.integrations.int8 import with_int8_weights
 from transformer_xl.model.lora import add_lora
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.ops import native
+from transformer_xl.ops.native import status
 
 pytestmark = needs_native
 
@@ -290,17 +290,18 @@ def test_threads_wait_for_each_other(calls):
     assert len(calls) == 60 * 2
 
 
-@pytest.mark.skipif("bfloat16 products" not in native.status().text, reason="oneDNN multiplies no bfloat16 here")
+@pytest.mark.skipif("bfloat16 products" not in status().text, reason="oneDNN multiplies no bfloat16 here")
 def test_failed_task_ends_the_step_in_all_threads(calls):
     """oneDNN, switched off, refuses to multiply; a thread that waited for that product for ever would block Python."""
-    model, _ = make_pair(torch.float32, d_model=256, n_heads=4, d_ff=1024)
+    # sizes of which one thread gets all of the first product
+    model, _ = make_pair(torch.float32, d_model=32, n_heads=1, d_head=16, d_ff=4096)
     prepared, threads = prepare_inference(model, "bfloat16"), torch.get_num_threads()
     raised: list[BaseException] = []
 
     def step() -> None:
         torch.set_num_threads(2)
         try:
-            run(prepared, random_tokens(64, 1), prepared.initial_memory(64, LIMITS))
+            run(prepared, random_tokens(16, 1), prepared.initial_memory(16, LIMITS))
         except RuntimeError as error:
             raised.append(error)
 
@@ -312,8 +313,8 @@ def test_failed_task_ends_the_step_in_all_threads(calls):
     finally:
         torch._C._set_mkldnn_enabled(True)
         torch.set_num_threads(threads)
-    assert "Brgemm" in str(raised[0])
-    assert calls == [64]
+    assert len(raised) == 1
+    assert calls == [16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

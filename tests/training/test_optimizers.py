@@ -146,9 +146,9 @@ def test_muon_equals_a_float64_implementation() -> None:
         torch.testing.assert_close(actual.detach(), by_hand, rtol=0, atol=1e-10)
 
 
-def soap_directions(all_grads: list[Tensor]) -> list[Tensor]:
+def soap_directions(all_grads: list[Tensor], momentum: float = 0.9) -> list[Tensor]:
     state: dict[str, Any] = {}
-    return [_soap_direction(grad, state, 0.9) for grad in all_grads]
+    return [_soap_direction(grad, state, momentum) for grad in all_grads]
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (5, 9), (9, 5)])
@@ -164,17 +164,26 @@ def test_soap_directions_turn_with_the_gradients(shape: tuple[int, int]) -> None
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
-def test_soap_directions_are_those_of_adam_in_the_eigenbasis(shape: tuple[int, int]) -> None:
-    """Independent gradients, whose size falls along the shorter side, have that side's coordinates as their basis."""
+@pytest.mark.parametrize(("momentum", "num_steps", "least"), [(0.9, 200, 0.99), (0.5, 52, 0.9)])
+def test_soap_directions_are_those_of_adam_in_the_eigenbasis(
+    shape: tuple[int, int], momentum: float, num_steps: int, least: float
+) -> None:
+    """Independent gradients, whose size falls along the shorter side, have that side's coordinates as their basis.
+
+    Of 52 steps, the last two have the sizes in reverse, and with that eigenvectors in another order.
+    """
     draw = torch.Generator().manual_seed(4)
     side = shape.index(4)
     sizes = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64).unsqueeze(1 - side)
-    grads = [sizes * torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(200)]
+    grads = [sizes * torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(num_steps)]
+    if num_steps == 52:
+        grads[-2:] = [grad / sizes * sizes.flip(side) for grad in grads[-2:]]
     mean, square = torch.zeros(shape).double(), torch.zeros(shape).double()
     for grad in grads[1:]:  # the first only gives the basis
-        mean, square = 0.9 * mean + 0.1 * grad, 0.9 * square + 0.1 * grad**2
-    expected = (0.9 * mean + 0.1 * grads[-1]) / square.sqrt()
-    assert torch.cosine_similarity(soap_directions(grads)[-1].flatten(), expected.flatten(), dim=0) > 0.99
+        mean, square = mean.lerp(grad, 1 - momentum), square.lerp(grad**2, 1 - momentum)
+    expected = mean.lerp(grads[-1], 1 - momentum) / square.sqrt()
+    actual = soap_directions(grads, momentum)[-1]
+    assert torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > least
 
 
 def test_soap_muon_orthogonalizes_its_directions() -> None:

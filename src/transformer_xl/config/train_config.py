@@ -55,8 +55,9 @@ class TrainConfig(Settings):
     as warmup_steps, in proportion; a max_steps that is given with a recipe replaces the recipe's max_epochs; none:
     max_steps alone."""
     optimizer: Literal["adam", "adamw", "muon", "soap-muon"] = "adam"
-    """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights), which
-    soap-muon gives directions of about equal size first: each step takes longer and learns more."""
+    """adam (as in the paper), adamw, muon (for the matrices in the layers, with AdamW for all other weights), or
+    soap-muon (muon whose momentum is first divided by the root of the second moment, in the eigenbasis of the
+    gradients' covariance)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
