@@ -153,14 +153,14 @@ def soap_directions(all_grads: list[Tensor], momentum: float = 0.9) -> list[Tens
 
 @pytest.mark.parametrize("shape", [(5, 5), (5, 9), (9, 5)])
 def test_soap_directions_turn_with_the_gradients(shape: tuple[int, int]) -> None:
-    """They do not depend on the coordinates of a side that has a basis: of the shorter one, or of both."""
+    """They do not depend on the coordinates of the side that has a basis: the shorter one, or a square's inputs."""
     draw = torch.Generator().manual_seed(3)
     grads = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(35)]
-    turns = [torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))[0] for size in shape]
-    left, right = (turn if len(turn) == 5 else torch.eye(len(turn)).double() for turn in turns)
+    turn, straight = torch.linalg.qr(torch.randn(5, 5, generator=draw, dtype=torch.float64))[0], torch.eye(9).double()
+    left, right = (turn, straight) if shape == (5, 9) else (straight[: shape[0], : shape[0]], turn)
     turned = soap_directions([left @ grad @ right for grad in grads])
-    for actual, straight in zip(turned, soap_directions(grads), strict=True):
-        torch.testing.assert_close(actual, left @ straight @ right, rtol=0, atol=1e-9)
+    for actual, expected in zip(turned, soap_directions(grads), strict=True):
+        torch.testing.assert_close(actual, left @ expected @ right, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])

@@ -171,8 +171,8 @@ class Muon(torch.optim.Optimizer):
     processes, each process gathers the full matrices and keeps its shard of the update.
 
     With the optimizer `soap-muon`, momentum is divided by the root of the second moment before, both in the eigenbasis
-    of the covariance of the gradient's shorter side, or of both sides of a square matrix (SOAP, Vyas et al. 2024). The
-    basis follows the covariance every 10 steps.
+    of the covariance of the gradient's shorter side, the inputs of a square matrix (SOAP, Vyas et al. 2024). The basis
+    follows the covariance every 10 steps.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig) -> None:
@@ -227,42 +227,35 @@ class Muon(torch.optim.Optimizer):
 def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float) -> Tensor:
     """Return the direction of a matrix with the optimizer `soap-muon`, and update its state; any scale is as good.
 
-    Covariances and bases are those of side 0 or 1, or of both, one after the other.
+    Matrices of the state have rows for the side that has the basis.
     """
     assert grad is not None
-    sides = [side for side, size in enumerate(grad.shape) if size == min(grad.shape)]
-    covariances = [matrix @ matrix.mT for matrix in (grad if side == 0 else grad.mT for side in sides)]
+    turns = grad.shape[1] <= grad.shape[0]
+    wide = _for_products(grad.mT if turns else grad)
+    covariance = (wide @ wide.mT).to(grad)
     if not state:
-        state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(grad)}
-        state |= {"second_moment": torch.zeros_like(grad), "covariance": (1 - momentum) * torch.stack(covariances)}
-        finite = state["covariance"].double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
+        state |= {"step": torch.zeros(()), "covariance": (1 - momentum) * covariance}
+        state |= {"momentum_buffer": grad.new_zeros(wide.shape), "second_moment": grad.new_zeros(wide.shape)}
+        finite = covariance.double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
         state["basis"] = torch.linalg.eigh(finite)[1].flip(-1).contiguous().to(grad)
         return grad
-    mean, square, bases = state["momentum_buffer"], state["second_moment"], state["basis"]
-    rotated = _rotated(grad, sides, bases.mT)
+    mean, square, basis = state["momentum_buffer"], state["second_moment"], state["basis"]
+    turning = _for_products(basis)
+    rotated = (turning.mT @ wide).to(grad)
     mean.lerp_(rotated, 1 - momentum)
     square.lerp_(rotated.square(), 1 - momentum)
-    direction = mean.lerp(rotated, 1 - momentum).div_(square.sqrt().add_(_SOAP_EPS))
-    direction = _rotated(direction, sides, bases)
-    state["covariance"].lerp_(torch.stack(covariances), 1 - momentum)
+    direction = turning @ _for_products(mean.lerp(rotated, 1 - momentum).div_(square.sqrt().add_(_SOAP_EPS)))
+    state["covariance"].lerp_(covariance, 1 - momentum)
     state["step"] += 1
     if state["step"] % _SOAP_INTERVAL == 0:
-        for side, basis, covariance in zip(sides, bases, state["covariance"], strict=True):
-            # a step of the power method; it converges where eigenvalues fall from column to column
-            image = covariance @ basis
-            order = (basis * image).sum(0).argsort(descending=True)
-            new = torch.linalg.qr(image[:, order])[0]
-            mean.copy_(_rotated(mean.index_select(side, order), [side], [new.mT @ basis[:, order]]))
-            square.copy_(square.index_select(side, order))
-            basis.copy_(new)
-    return direction
-
-
-def _rotated(matrix: Tensor, sides: Sequence[int], rotations: Iterable[Tensor]) -> Tensor:
-    """Return the matrix with these of its sides multiplied by rotations."""
-    for side, rotation in zip(sides, rotations, strict=True):
-        matrix = matrix @ rotation.mT if side else rotation @ matrix
-    return matrix
+        # a step of the power method; it converges where eigenvalues fall from column to column
+        image = state["covariance"] @ basis
+        order = (basis * image).sum(0).argsort(descending=True)
+        new = torch.linalg.qr(image[:, order])[0]
+        mean.copy_(new.mT @ (basis @ mean))
+        square.copy_(square[order])
+        basis.copy_(new)
+    return direction.mT if turns else direction
 
 
 def _orthogonalized_blocks(matrices: Sequence[Tensor], block_dim: int, block_width: int) -> list[Tensor]:
@@ -294,13 +287,18 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Uses three Newton-Schulz iterations with polynomials of degree 5: singular values of at least a hundredth of the
     matrix's norm become 0.71 to 1.27, somewhat more where bfloat16 rounds; sufficient for Muon.
     """
-    fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
-    x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else fast_dtype)
+    x = _for_products(matrices)
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) * _MUON_NORM_MARGIN).clamp(min=_MUON_MIN_NORM)
     for a, b, c in _MUON_COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def _for_products(matrices: Tensor) -> Tensor:
+    """Return the matrices in the format of an optimizer's products: bfloat16 if the device supports it."""
+    fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
+    return matrices if matrices.dtype == torch.float64 else matrices.to(fast_dtype)
 
 
 def _shard_like(like: Tensor, tensor: Tensor) -> Tensor:
