@@ -77,7 +77,8 @@ def step_seconds(args: argparse.Namespace, corpus: Corpus, changes: list[str]) -
     for change in changes:
         _, config = chosen(args.recipe, change)
         segments = ConsecutiveSegments(text_K, config.train.batch_size, config.train.segment_length)
-        turns[change] = Trainee(config.model, config.train, "cpu"), segments
+        model = config.model.model_copy(update={"vocab_size": corpus.tokenizer.vocab_size})
+        turns[change] = Trainee(model, config.train, "cpu"), segments
     seconds: dict[str, list[float]] = {change: [] for change in changes}
     for number in range(args.rounds + 1):
         for change, (trainee, segments) in turns.items() if number % 2 == 0 else reversed(turns.items()):
