@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_xl.config import TrainConfig
+from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.training.optimizers import (
     Muon,
     _orthogonalized_blocks,
     _soap_direction,
     build_optimizers,
+    load_optimizer_state,
+    optimizer_state,
     orthogonalize,
 )
 
@@ -89,6 +91,29 @@ def test_muon_updates_the_matrices_of_the_layers(make_model, settings: dict[str,
     assert all(name.startswith(("embedding", "softmax")) for name in names_in(model, decayed))
 
 
+def test_projections_of_distances_have_no_bases(make_model) -> None:
+    model = make_model()
+    plain, *with_bases, _, _ = groups_of(model, optimizer="soap-muon", weight_decay=0.1)
+    assert {name.split(".")[-2] for name in names_in(model, plain)} == {"r_proj"}
+    for group, expected in zip(with_bases, groups_of(model, optimizer="muon"), strict=False):
+        assert names_in(model, group) == names_in(model, expected) - names_in(model, plain)
+        assert group["optimizer"] is not plain["optimizer"]
+
+
+def test_state_of_another_soap_muon_is_refused(make_model) -> None:
+    """At first a square matrix had bases for both sides, and covariances were stacked."""
+    model = make_model()
+    optimizers = build_optimizers(model, TrainConfig(optimizer="soap-muon"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    state = optimizer_state(optimizers, model)
+    state = {name: tensor[None] if name.endswith("/covariance") else tensor for name, tensor in state.items()}
+    with pytest.raises(UserError, match="bases for both sides of a matrix, which is gone"):
+        load_optimizer_state(optimizers, model, state)
+
+
 def matrices(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     draw = torch.Generator().manual_seed(3)
     return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in SHAPES]
@@ -112,10 +137,10 @@ def take_steps(
 CONFIG = TrainConfig(optimizer="muon", learning_rate=0.02, weight_decay=0.3)
 
 
-def muon(weights: list[torch.nn.Parameter], config: TrainConfig = CONFIG) -> Muon:
+def muon(weights: list[torch.nn.Parameter], config: TrainConfig = CONFIG, *, has_bases: bool = False) -> Muon:
     by_dim = [[weight for weight, dim in zip(weights, BLOCK_DIMS, strict=True) if dim == wanted] for wanted in (0, 1)]
     groups = [{"params": params, "block_dim": dim, "block_width": 4} for dim, params in enumerate(by_dim)]
-    return Muon(groups, config)
+    return Muon(groups, config, has_bases=has_bases)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -186,18 +211,33 @@ def test_soap_directions_are_those_of_adam_in_the_eigenbasis(
     assert torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > least
 
 
+def test_soap_directions_in_float32_are_those_in_float64() -> None:
+    """But for products, which may be in bfloat16."""
+    draw = torch.Generator().manual_seed(6)
+    grads = [torch.randn(16, 24, generator=draw) * torch.logspace(0, -1, 16)[:, None] for _ in range(25)]
+    exact = soap_directions([grad.double() for grad in grads])[5:]
+    for actual, expected in zip(soap_directions(grads)[5:], exact, strict=True):
+        assert torch.cosine_similarity(actual.double().flatten(), expected.flatten(), dim=0) > 0.98
+
+
 def test_soap_muon_orthogonalizes_its_directions() -> None:
-    config = CONFIG.model_copy(update={"optimizer": "soap-muon", "weight_decay": 0.0})
     weights, plain, states = matrices(torch.float64), matrices(torch.float64), [{} for _ in SHAPES]
     all_grads = gradients(torch.float64, 12)
-    take_steps(muon(weights, config), weights, all_grads)
+    take_steps(muon(weights, has_bases=True), weights, all_grads)
     for grads in all_grads:
         directions = [_soap_direction(*pair, 0.95) for pair in zip(grads, states, strict=True)]
         for index, (weight, direction) in enumerate(zip(plain, directions, strict=True)):
             (update,) = _orthogonalized_blocks([direction], BLOCK_DIMS[index], 4)
-            weight.data.add_(update, alpha=-0.02)
+            weight.data.mul_(1 - 0.02 * 0.3).add_(update, alpha=-0.02)
     for actual, expected in zip(weights, plain, strict=True):
         torch.testing.assert_close(actual.detach(), expected.detach(), rtol=0, atol=1e-12)
+
+
+def test_soap_muon_takes_gradients_that_are_not_finite() -> None:
+    """Whoever trains sees that the loss is not finite, and stops with a message of its own."""
+    weights = matrices(torch.float32)
+    optimizer = muon(weights, has_bases=True)
+    take_steps(optimizer, weights, [[torch.full(shape, torch.nan) for shape in SHAPES]] * 12)
 
 
 def test_orthogonalize_sets_singular_values_to_about_1() -> None:

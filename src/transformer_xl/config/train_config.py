@@ -71,8 +71,9 @@ class TrainConfig(Settings):
     """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
     both have the same rate."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """With adamw and muon, decoupled weight decay of matrices: each step subtracts this times the learning rate times
-    the weight. With adam, L2 regularization: this times the weight is added to the gradient of every weight."""
+    """With adamw, muon and soap-muon, decoupled weight decay of matrices: each step subtracts this times the learning
+    rate times the weight. With adam, L2 regularization: this times the weight is added to the gradient of every
+    weight."""
     lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up: cosine or linear decay, or stable and then linear decay (wsd)."""
     warmup_steps: int = Field(default=100, ge=0, le=INT32_MAX)

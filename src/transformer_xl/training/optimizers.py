@@ -45,9 +45,9 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
             the last layer and what follows it have the full rate, and embeddings the rate of a layer below the first.
             Groups have it as `rate_factor`; those of embeddings with a rate of their own have `is_embedding`.
     """
-    # parameters by their rate, and in Muon by the side of their blocks, in Adam by whether they decay and whether they
-    # have the rate of the embedding
-    muon: dict[tuple[float, int], list[nn.Parameter]] = {}
+    # parameters by their rate, and in Muon by whether they have bases and the side of their blocks, in Adam by whether
+    # they decay and whether they have the rate of the embedding
+    muon: dict[bool, dict[tuple[float, int], list[nn.Parameter]]] = {False: {}, True: {}}
     adam: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -55,18 +55,21 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
         factor, is_matrix = _rate_factor(name, len(model.layers), layer_rate_decay), parameter.ndim == 2
         if config.has_muon and is_matrix and name.startswith("layers.") and ".lora_" not in name:
             block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
-            muon.setdefault((factor, block_dim), []).append(parameter)
+            # encodings of distances have few directions: those without gradients would get rounding errors as updates
+            has_bases = config.optimizer == "soap-muon" and not name.endswith("r_proj.weight")
+            muon[has_bases].setdefault((factor, block_dim), []).append(parameter)
         else:
             is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
             adam.setdefault((is_matrix or config.optimizer == "adam", factor, is_embedding), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
-    if muon:
+    for has_bases, params_by_group in muon.items():
         width = model.config.block_width
         muon_groups = [
             {"params": params, "block_dim": block_dim, "block_width": width, "rate_factor": factor}
-            for (factor, block_dim), params in muon.items()
+            for (factor, block_dim), params in params_by_group.items()
         ]
-        optimizers.append(Muon(muon_groups, config))
+        if muon_groups:
+            optimizers.append(Muon(muon_groups, config, has_bases=has_bases))
     if adam:
         adam_groups = [
             {
@@ -135,13 +138,22 @@ def empty_optimizer_state(
 
 
 def load_optimizer_state(optimizers: Optimizers, model: LanguageModel, tensors: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_state` returned; learning rates and other settings stay."""
+    """Restore what `optimizer_state` returned; learning rates and other settings stay.
+
+    Raises:
+        UserError: the state is of `soap-muon` as it was at first.
+    """
     for optimizer in optimizers:
         states: dict[int, dict[str, Any]] = {}
         for index, (prefix, _) in enumerate(_named_parameters(optimizer, model)):
             state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
             if state:
                 states[index] = state
+            if "covariance" in state and state["covariance"].ndim != 2:
+                raise UserError(
+                    "this run's soap-muon had bases for both sides of a matrix, which is gone; train its weights "
+                    "further as a new run with txl finetune"
+                )
         optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -175,13 +187,14 @@ class Muon(torch.optim.Optimizer):
     follows the covariance every 10 steps.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig, *, has_bases: bool = False) -> None:
         """Prepare the optimizer.
 
         Args:
             groups: parameter groups, each with `params` (matrices), `block_dim` (0: blocks of rows; 1: of columns) and
                 `block_width` (rows or columns of a block; a matrix that is no multiple of it is one block).
             config: settings of training.
+            has_bases: whether momentum is divided in the eigenbasis.
         """
         defaults = {
             "lr": config.learning_rate,
@@ -190,7 +203,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": config.weight_decay,
         }
         super().__init__(groups, defaults)
-        self._has_bases = config.optimizer == "soap-muon"
+        self._has_bases = has_bases
 
     @override
     @torch.no_grad()
@@ -236,7 +249,7 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
     if not state:
         state |= {"step": torch.zeros(()), "covariance": (1 - momentum) * covariance}
         state |= {"momentum_buffer": grad.new_zeros(wide.shape), "second_moment": grad.new_zeros(wide.shape)}
-        finite = covariance.double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
+        finite = covariance.cpu().double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
         state["basis"] = torch.linalg.eigh(finite)[1].flip(-1).contiguous().to(grad)
         return grad
     mean, square, basis = state["momentum_buffer"], state["second_moment"], state["basis"]
@@ -251,7 +264,8 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
         # a step of the power method; it converges where eigenvalues fall from column to column
         image = state["covariance"] @ basis
         order = (basis * image).sum(0).argsort(descending=True)
-        new = torch.linalg.qr(image[:, order])[0]
+        image = image[:, order]
+        new = torch.linalg.qr(image.cpu() if image.is_mps else image)[0].to(basis)  # MPS has no decompositions
         mean.copy_(new.mT @ (basis @ mean))
         square.copy_(square[order])
         basis.copy_(new)
