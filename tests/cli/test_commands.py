@@ -82,7 +82,7 @@ def test_the_default_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert "learning rate 0.007; lower --train.warmup-steps" in trained.err  # notes name settings as errors do
     assert trained.object["run"] == "runs/corpus-fast-small"
     config = RunFolder.open(Path("runs/corpus-fast-small")).config
-    assert (config.model.n_layers, config.model.max_ngram, config.train.optimizer) == (1, 8, "muon")
+    assert (config.model.n_layers, config.model.max_ngram, config.train.optimizer) == (1, 8, "soap-muon")
 
 
 def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: Path) -> None:
