@@ -54,8 +54,9 @@ class NgramEmbedding(nn.Module):
             visible_BT: number of tokens up to each that its n-grams may have, or None for all.
         """
         if visible_BT is None and self._is_native():
-            rows_BTE = native.operators().ngram_rows(ids_BS, num_new, list(self.tables), self.scale)
-            return linear(rows_BTE, torch.cat(list(self.projections), dim=1))
+            tables, projections = (list(one._parameters.values()) for one in (self.tables, self.projections))  # fast
+            rows_BTE = native.operators().ngram_rows(ids_BS, num_new, tables, self.scale)
+            return linear(rows_BTE, torch.cat(projections, dim=1))
         parts_BTD: list[Tensor] = []
         hash_BT = ids_BS[:, ids_BS.shape[1] - num_new :]
         for index, (table, projection_DE) in enumerate(zip(self.tables, self.projections, strict=True)):
@@ -70,7 +71,7 @@ class NgramEmbedding(nn.Module):
 
     def _is_native(self) -> bool:
         """Return whether two operators compute this: for few tokens, calling thirty takes longer than what they do."""
-        table = self.tables[0]
+        table = self.tables._parameters["0"]
         return (
             not torch.is_grad_enabled()
             and type(table) is nn.Parameter  # not sharded

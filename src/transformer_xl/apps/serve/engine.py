@@ -168,6 +168,7 @@ class Engine:
 
     # The thread
 
+    @torch.no_grad()
     def _run(self) -> None:
         try:
             while True:
@@ -496,12 +497,12 @@ def _choose_tokens(
     chosen: dict[int, int] = {}
     for rows in groups.values():
         config, count = samples[rows[0]].job.config, counts[rows[0]]
+        all_or_some = slice(None) if len(rows) == len(samples) else rows  # a slice copies nothing
+        logits_GR, ids_GR = logits_BV[all_or_some], None
         if ids_BV is not None:
-            logits_GR, ids_GR = logits_BV[rows, :count], ids_BV[rows, :count]
+            logits_GR, ids_GR = logits_GR[:, :count], ids_BV[all_or_some, :count]
         elif count is not None:
-            logits_GR, ids_GR = logits_BV[rows].topk(min(count, logits_BV.shape[-1]))
-        else:
-            logits_GR, ids_GR = logits_BV[rows], None
+            logits_GR, ids_GR = logits_GR.topk(min(count, logits_BV.shape[-1]))
         index_G = sample(logits_GR, config, [samples[row].generator for row in rows])
         token_G = index_G if ids_GR is None else ids_GR.gather(-1, index_G[:, None])[:, 0]
         chosen |= zip(rows, token_G.tolist(), strict=True)
