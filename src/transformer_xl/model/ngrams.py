@@ -54,9 +54,8 @@ class NgramEmbedding(nn.Module):
             visible_BT: number of tokens up to each that its n-grams may have, or None for all.
         """
         if visible_BT is None and self._is_native():
-            tables, projections = (list(one._parameters.values()) for one in (self.tables, self.projections))  # fast
-            rows_BTE = native.operators().ngram_rows(ids_BS, num_new, tables, self.scale)
-            return linear(rows_BTE, torch.cat(projections, dim=1))
+            rows_BTE = native.operators().ngram_rows(ids_BS, num_new, _listed(self.tables), self.scale)
+            return linear(rows_BTE, torch.cat(_listed(self.projections), dim=1))
         parts_BTD: list[Tensor] = []
         hash_BT = ids_BS[:, ids_BS.shape[1] - num_new :]
         for index, (table, projection_DE) in enumerate(zip(self.tables, self.projections, strict=True)):
@@ -81,3 +80,8 @@ class NgramEmbedding(nn.Module):
             and native.takes("ngrams")
             and not is_transformed()
         )
+
+
+def _listed(parameters: nn.ParameterList) -> list[Tensor]:
+    """Return the parameters of a list, in a tenth of the time that its own lookups take."""
+    return [one for one in parameters._parameters.values() if one is not None]
