@@ -266,12 +266,13 @@ class RowBatch(Generic[Occupant]):
 
         Appending would copy them to new storage, which would double the memory and have room for these rows only.
         """
-        layers: list[LayerCache] = []
+        first, layers = self.memory.layers[0], list[LayerCache]()
+        if not isinstance(first, KeyValueCache) or first.end + num_new <= first.storage.capacity:
+            return  # all layers have the same columns
         num_filled = max(map(self._num_filled, self._num_read))
         start = self.memory.length - num_filled
         for cache in self.memory.layers:
-            if not isinstance(cache, KeyValueCache) or cache.end + num_new <= cache.storage.capacity:
-                return
+            assert isinstance(cache, KeyValueCache)
             storage = copy(cache.storage)
             storage.write(start, *(tensor.clone() for tensor in cache.newest(num_filled)))
             layers.append(replace(cache, storage=storage, end=cache.length))
