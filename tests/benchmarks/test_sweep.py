@@ -40,7 +40,7 @@ def test_missing_trainings_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = ["some text\n" * 500]
     prepare(documents={"train": text, "valid": text, "test": text}, out=tmp_path / "corpus", tokenizer="byte")
     (tmp_path / "recipe.yaml").write_text(
-        "model: {vocab_size: 256, n_layers: 1, d_model: 8, n_heads: 2, d_ff: 8}\n"
+        "model: {vocab_size: 9, n_layers: 1, d_model: 8, n_heads: 2, d_ff: 8}\n"  # the corpus has another one
         "train: {segment_length: 8, memory_length: 8, batch_size: 2, learning_rate: 0.01}\n"
     )
     changes = ["--changes", "model.norm_first=true:train.batch_size=4:evaluation.memory_length=20"]
