@@ -8,6 +8,7 @@ Shape suffixes: B batch size, T new tokens.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import shutil
@@ -243,6 +244,7 @@ def run_with_rank(rank: int, num_processes: int, port: int, job: Callable[..., N
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
     variables = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    faulthandler.enable()  # else a crash of torch would leave no more than its signal
     torch.set_num_threads(1)
     job(*arguments)
 
