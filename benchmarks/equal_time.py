@@ -19,9 +19,10 @@ validation text: a memory length where it has memory, else overlapping windows w
 of the block. The results are the means over the seeds, with their range.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated, so a
-comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
-leaves out all but the N best models, each at its best rate, of the longest shorter time in the file, or with
-`--best-of FILE` of the same time in another file, or else of its shortest.
+comparison can be interrupted. A file holds the results of one text, for any number of times, with steps of one machine;
+another may do the trainings that are left, for the numbers of steps of the first. `--best N` leaves out all but the N
+best models, each at its best rate, of the longest shorter time in the file, or with `--best-of FILE` of the same time
+in another file, or else of its shortest.
 """
 
 from __future__ import annotations
@@ -183,11 +184,13 @@ class Comparison:
             "machine": {"cpu": cpu_model(), "features": cpu_features(), "cores": os.cpu_count()},
             "versions": {"python": platform.python_version()},
         }
+        self.machine = self.setting["machine"]
         self.step_times: list[dict[str, Any]] = []
         self.trainings: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         if args.out.exists():
             earlier = json.loads(args.out.read_text(encoding="utf-8"))
+            self.setting["machine"] = earlier["machine"]  # the steps are that one's
             if different := [name for name, value in self.setting.items() if earlier.get(name) != value]:
                 raise UserError(f"{args.out} has results with another {different[0]}; choose another --out")
             self.step_times, self.trainings = earlier["step_times"], earlier["trainings"]
@@ -207,6 +210,8 @@ class Comparison:
                 missing.setdefault(json.dumps([contestant.name, without_rate(settings)]), (contestant, settings))
         if not missing:
             return
+        if self.machine != self.setting["machine"]:
+            raise UserError(f"{self.args.out} lacks steps that its machine must measure; choose another --out")
         load = warn_if_busy()
         seconds: dict[str, list[float]] = {key: [] for key in missing}
         for number in range(self.args.rounds):
@@ -266,7 +271,8 @@ class Comparison:
         if contestant.name.endswith("-ngrams"):
             steps = min(steps, -(-self.corpus.split("train").num_tokens // STEP_TOKENS))
         result = self.run(contestant, settings, seed, steps, max(1, self.args.threads // self.args.jobs))
-        entry = {**key, "commit": commit(), **result}
+        other = {"machine": self.machine} if self.machine != self.setting["machine"] else {}
+        entry = {**key, "commit": commit(), **other, **result}
         say(f"{contestant.name}, seed {seed}: {describe(valid_loss(entry))} valid after {steps} steps; {settings}")
         with self.lock:
             self.trainings.append(entry)

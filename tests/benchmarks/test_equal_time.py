@@ -130,6 +130,24 @@ def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
         compare(args)
 
 
+def test_another_machine_trains_for_the_steps_of_the_first(
+    args: argparse.Namespace, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes.interrupt_at = 12 + 4
+    with pytest.raises(KeyboardInterrupt):
+        compare(args)
+    monkeypatch.setattr(equal_time, "cpu_features", lambda: ["another"])
+    compare(args)
+    results = json.loads(args.out.read_text())
+    assert "another" not in results["machine"]["features"]
+    trained_by = [entry.get("machine", {}).get("features") for entry in results["trainings"]]
+    assert trained_by[:3] == [None] * 3
+    assert trained_by[-2:] == [["another"]] * 2
+    args.contestants = "ours-ngrams"
+    with pytest.raises(UserError, match="lacks steps that its machine must measure; choose another --out"):
+        compare(args)
+
+
 def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Namespace, processes: Processes) -> None:
     args.best = 1
     with pytest.raises(UserError, match="--best needs all choices of ours at a shorter time"):
