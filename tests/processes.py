@@ -43,6 +43,11 @@ TRAIN = {
     "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 11, "learning_rate": 0.01,
     "warmup_steps": 3, "dtype": "float32", "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
 }  # fmt: skip
+# gradients of n-gram tables are sparse in one process alone
+TABLES: dict[str, Any] = {
+    "model": {"max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
+    "train": {"optimizer": "soap-muon", "batch_size": 6, "micro_batch_size": 1},
+}
 STOP_STEP = 5  # where runs are stopped, to be resumed later
 # this run is resumed by three processes twice: after two processes have trained it, and after one alone has
 SHARDED_LSTM = {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}}
@@ -173,6 +178,7 @@ def train_with_stop(path: Path, world: DistributedContext) -> None:
     trainer, warnings = resume_trainer(stopped, world)
     assert warnings == []
     trainer.run()
+    start(path / "tables", config_of(TABLES), world).run()
 
 
 def resume_with_three(path: Path, world: DistributedContext) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.training.optimizers import (
     Muon,
+    RowRMSProp,
     _orthogonalized_blocks,
     _soap_direction,
     build_optimizers,
@@ -98,6 +99,43 @@ def test_projections_of_distances_have_no_bases(make_model) -> None:
     for group, expected in zip(with_bases, groups_of(model, optimizer="muon"), strict=False):
         assert names_in(model, group) == names_in(model, expected) - names_in(model, plain)
         assert group["optimizer"] is not plain["optimizer"]
+
+
+def test_soap_muon_updates_tables_by_rows(make_model) -> None:
+    model = make_model(max_ngram=3, ngram_buckets=29, d_ngram=3)
+    ratio = {"embedding_learning_rate_ratio": 2.0}
+    *_, tables = groups_of(model, optimizer="soap-muon", weight_decay=0.1, **ratio)
+    assert type(tables["optimizer"]) is RowRMSProp
+    assert names_in(model, tables) == {"ngrams.tables.0", "ngrams.tables.1"}
+    assert tables["is_embedding"]
+    assert not any(type(group["optimizer"]) is RowRMSProp for group in groups_of(model, optimizer="muon", **ratio))
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_rows_of_a_table_equal_a_simple_implementation(is_sparse: bool) -> None:
+    """Rows looked up twice, with a gradient of zero and in no step."""
+    table = torch.nn.Parameter(torch.arange(18, dtype=torch.float64).view(6, 3))
+    optimizer = RowRMSProp([{"params": [table]}], TrainConfig(learning_rate=0.5, beta2=0.9))
+    expected, squares = table.detach().clone(), [0.0] * 6
+    for step, (ids, factors) in enumerate(
+        [([1, 4, 4], [1.0, 2.0, -3.0]), ([4, 2, 0], [0.5, 0.0, 4.0]), ([4, 1], [7.0, 1.0])]
+    ):
+        grads = dict.fromkeys(ids, torch.zeros(3, dtype=torch.float64))
+        rows = torch.nn.functional.embedding(torch.tensor(ids), table, sparse=is_sparse)
+        weights = torch.tensor(factors, dtype=torch.float64)[:, None] * torch.tensor([1.0, -2.0, 0.5 + step])
+        (rows * weights).sum().backward()
+        assert table.grad is not None
+        assert table.grad.is_sparse == is_sparse
+        for row, weight in zip(ids, weights, strict=True):
+            grads[row] = grads[row] + weight
+        for row, grad in grads.items():
+            if grad.any():
+                squares[row] = 0.9 * squares[row] + 0.1 * float(grad.square().mean())
+                expected[row] -= 2 * 0.5 * grad / (squares[row] ** 0.5 + 1e-8)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(table.detach(), expected, rtol=1e-12, atol=0)
+    assert optimizer.state[table]["square"].tolist() == pytest.approx(squares, rel=1e-12)
 
 
 def test_state_of_another_soap_muon_is_refused(make_model) -> None:

@@ -232,6 +232,27 @@ def test_micro_batches_equal_one_large_batch(make_model, settings: dict[str, Any
     assert_same_tensors(actual[size], actual[None], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [None, 3])
+def test_sparse_gradients_of_tables_equal_whole_ones(make_model, size: int | None) -> None:
+    """With the optimizer soap-muon; a model that is not in training has whole gradients."""
+    actual = {}
+    for is_sparse in (True, False):
+        model = make_model(memory_length=7, max_ngram=3, ngram_buckets=29, d_ngram=3)
+        stepper, kinds = stepper_of(model, batch_size=7, micro_batch_size=size, optimizer="soap-muon"), set[bool]()
+        model.ngrams.sparse = model.ngrams.sparse and is_sparse
+        for table in model.ngrams.tables:
+            table.register_hook(lambda grad, kinds=kinds: kinds.add(grad.is_sparse))
+        numbers = [stepper.train_on(random_batch(7, 5, step)) for step in range(4)]
+        assert kinds == {is_sparse}
+        tensors = {name: tensor for name, tensor in stepper.state_dict().items() if "/ngrams.tables." in name}
+        assert len(tensors) == 2
+        actual[is_sparse] = {"numbers": torch.stack(numbers), **model.state_dict(), **tensors}
+    assert_same_tensors(actual[True], actual[False], rtol=1e-10, atol=1e-10)
+    model.ngrams.sparse = True
+    hidden_BTD, _ = model.eval()(torch.ones(2, 3, dtype=torch.int64))
+    assert not torch.autograd.grad(hidden_BTD.sum(), model.ngrams.tables[0])[0].is_sparse
+
+
 def test_micro_batches_are_even_and_equally_many_in_all_processes() -> None:
     """The process with the fewest rows limits their number, because all processes take part in each pass."""
     config = TrainConfig(batch_size=7, micro_batch_size=3)

@@ -57,7 +57,7 @@ class TrainConfig(Settings):
     optimizer: Literal["adam", "adamw", "muon", "soap-muon"] = "adam"
     """adam (as in the paper), adamw, muon (for the matrices in the layers, with AdamW for all other weights), or
     soap-muon (muon whose momentum is first divided by the root of the second moment, in the eigenbasis of the
-    gradients' covariance)."""
+    gradients' covariance; tables of n-grams by RMSProp of the rows that a batch looks up)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -71,9 +71,9 @@ class TrainConfig(Settings):
     """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
     both have the same rate."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """With adamw, muon and soap-muon, decoupled weight decay of matrices: each step subtracts this times the learning
-    rate times the weight. With adam, L2 regularization: this times the weight is added to the gradient of every
-    weight."""
+    """With adamw, muon and soap-muon, decoupled weight decay of matrices (with soap-muon, not of tables of n-grams):
+    each step subtracts this times the learning rate times the weight. With adam, L2 regularization: this times the
+    weight is added to the gradient of every weight."""
     lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up: cosine or linear decay, or stable and then linear decay (wsd)."""
     warmup_steps: int = Field(default=100, ge=0, le=INT32_MAX)

@@ -36,6 +36,8 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         num_tables = config.max_ngram - 1
         self.scale = config.d_ngram**0.5  # as token embeddings are scaled by sqrt(D)
+        self.sparse = False
+        """Whether gradients of the tables are sparse tensors in training, of the rows that were looked up."""
         self.tables = nn.ParameterList(torch.empty(config.ngram_buckets, config.d_ngram) for _ in range(num_tables))
         self.projections = nn.ParameterList(torch.empty(config.d_model, config.d_ngram) for _ in range(num_tables))
 
@@ -64,7 +66,7 @@ class NgramEmbedding(nn.Module):
             if visible_BT is not None:
                 earlier_BT = earlier_BT.masked_fill(visible_BT.to(earlier_BT.device) < index + 2, 0)
             hash_BT = (hash_BT * _MULTIPLIER + earlier_BT) % _MODULUS
-            embedded_BTE = F.embedding(hash_BT % len(table), table) * self.scale
+            embedded_BTE = F.embedding(hash_BT % len(table), table, sparse=self.sparse and self.training) * self.scale
             parts_BTD.append(linear(embedded_BTE, projection_DE))
         return torch.stack(parts_BTD).sum(0)
 

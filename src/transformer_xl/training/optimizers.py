@@ -27,7 +27,8 @@ _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2
 _MUON_MOMENTUM = 0.95
 _EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their parameters
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
-_SOAP_INTERVAL, _SOAP_EPS = 10, 1e-8  # steps between two bases; added to the root of the second moment
+_SOAP_INTERVAL, _EPS = 10, 1e-8  # steps between two bases; added to the root of a second moment
+_TABLES, _TABLE_RATE = "ngrams.tables.", 2.0  # beginning of the names of n-gram tables; factor of their learning rate
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0) -> Optimizers:
@@ -36,7 +37,8 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
     attention biases (the paper's u and v). Adam's L2 regularization applies to all weights.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
-    requires), and AdamW all other parameters, among them the narrow matrices of an adapter.
+    requires), and AdamW all other parameters, among them the narrow matrices of an adapter; with `soap-muon`,
+    `RowRMSProp` updates the tables of n-gram embeddings.
 
     Args:
         model: the model; parameters without `requires_grad` are left out.
@@ -49,6 +51,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     # they decay and whether they have the rate of the embedding
     muon: dict[bool, dict[tuple[float, int], list[nn.Parameter]]] = {False: {}, True: {}}
     adam: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    tables: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -58,8 +61,11 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
             # encodings of distances have few directions: those without gradients would get rounding errors as updates
             has_bases = config.optimizer == "soap-muon" and not name.endswith("r_proj.weight")
             muon[has_bases].setdefault((factor, block_dim), []).append(parameter)
+            continue
+        is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
+        if config.optimizer == "soap-muon" and name.startswith(_TABLES):
+            tables.setdefault((factor, is_embedding), []).append(parameter)
         else:
-            is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
             adam.setdefault((is_matrix or config.optimizer == "adam", factor, is_embedding), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     for has_bases, params_by_group in muon.items():
@@ -82,6 +88,12 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
         ]
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         optimizers.append(kind(adam_groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True))
+    if tables:
+        table_groups = [
+            {"params": params, "rate_factor": factor, "is_embedding": is_embedding}
+            for (factor, is_embedding), params in tables.items()
+        ]
+        optimizers.append(RowRMSProp(table_groups, config))
     return tuple(optimizers)
 
 
@@ -257,7 +269,7 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
     rotated = (turning.mT @ wide).to(grad)
     mean.lerp_(rotated, 1 - momentum)
     square.lerp_(rotated.square(), 1 - momentum)
-    direction = turning @ _for_products(mean.lerp(rotated, 1 - momentum).div_(square.sqrt().add_(_SOAP_EPS)))
+    direction = turning @ _for_products(mean.lerp(rotated, 1 - momentum).div_(square.sqrt().add_(_EPS)))
     state["covariance"].lerp_(covariance, 1 - momentum)
     state["step"] += 1
     if state["step"] % _SOAP_INTERVAL == 0:
@@ -270,6 +282,52 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
         square.copy_(square[order])
         basis.copy_(new)
     return direction.mT if turns else direction
+
+
+class RowRMSProp(torch.optim.Optimizer):
+    """RMSProp of the rows of tables that have a gradient; all other rows stay as they are.
+
+    So a step takes no longer with larger tables, of which a batch looks up few rows. Adam would read and write all.
+    The second moment is one number a row, the mean of the squares (as in row-wise Adagrad, Gupta et al. 2014).
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig) -> None:
+        """Prepare the optimizer.
+
+        Args:
+            groups: parameter groups, each with `params`, tables whose gradients may be sparse.
+            config: settings of training.
+        """
+        super().__init__(groups, {"lr": config.learning_rate, "beta2": config.beta2})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
+        """Update every row that has a gradient other than zero."""
+        assert closure is None
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is None:
+                    continue
+                state = self.state[table]
+                if not state:
+                    state["square"] = table.new_zeros(len(table))
+                rows_N, grad_NE = _rows_with_gradients(table.grad)
+                square_N = state["square"][rows_N].lerp_(grad_NE.square().mean(1), 1 - group["beta2"])
+                state["square"][rows_N] = square_N
+                update_NE = grad_NE / square_N.sqrt().add_(_EPS)[:, None]
+                table.index_add_(0, rows_N, update_NE, alpha=-_TABLE_RATE * group["lr"])
+
+
+def _rows_with_gradients(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the rows of a table whose gradient is not zero, each once, and their gradients."""
+    if grad.is_sparse:
+        grad = grad.coalesce()
+        rows_N, grad_NE = grad.indices()[0], grad.values()
+        kept_N = grad_NE.any(1)
+        return rows_N[kept_N], grad_NE[kept_N]
+    rows_N = grad.any(1).nonzero()[:, 0]
+    return rows_N, grad[rows_N]
 
 
 def _orthogonalized_blocks(matrices: Sequence[Tensor], block_dim: int, block_width: int) -> list[Tensor]:

@@ -153,6 +153,9 @@ class Stepper:
             ModelWithLoss(model, copy_memory=config.compile == "cudagraphs"), config.parallelism
         )
         decay = finetune.layer_rate_decay if finetune is not None else 1.0
+        if model.ngrams is not None:  # several processes add up whole gradients
+            is_whole = world.size > 1 or config.compile == "cudagraphs" or device.type == "mps"
+            model.ngrams.sparse = config.optimizer == "soap-muon" and not is_whole
         # after wrapping, which shards the weights
         self.optimizers = build_optimizers(model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)
@@ -236,7 +239,8 @@ class Stepper:
 
     def _clip_and_apply(self) -> Tensor:
         """Clip and apply the gradients; return their norm before clipping."""
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.wrapped_model.parameters(), self.config.max_grad_norm))
+        parameters = [_with_values(parameter) for parameter in self.wrapped_model.parameters()]
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
         for optimizer in self.optimizers:
             optimizer.step()
             # CUDA graphs reuse the memory of the gradients they return, so add these to tensors allocated outside
@@ -342,6 +346,17 @@ def micro_batches(local_batch_size: int, config: TrainConfig, num_processes: int
     sizes = [len(Shard(index, num_processes).batch_rows(config.batch_size)) for index in range(num_processes)]
     number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)
     return [range(part * local_batch_size // number, (part + 1) * local_batch_size // number) for part in range(number)]
+
+
+def _with_values(parameter: Tensor) -> Tensor:
+    """Return the parameter, or if its gradient is sparse, a tensor whose gradient is the values of that."""
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    parameter.grad = parameter.grad.coalesce()
+    values = parameter.grad.values()
+    stand_in = values.detach().requires_grad_()
+    stand_in.grad = values
+    return stand_in
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
