@@ -115,7 +115,9 @@ def test_soap_muon_updates_tables_by_rows(make_model) -> None:
 def test_rows_of_a_table_equal_a_simple_implementation(is_sparse: bool) -> None:
     """Rows looked up twice, with a gradient of zero and in no step."""
     table = torch.nn.Parameter(torch.arange(18, dtype=torch.float64).view(6, 3))
-    optimizer = RowRMSProp([{"params": [table]}], TrainConfig(learning_rate=0.5, beta2=0.9))
+    optimizer = RowRMSProp(
+        [{"params": [table]}], TrainConfig(learning_rate=0.5, beta2=0.9, ngram_learning_rate_ratio=2.0)
+    )
     expected, squares = table.detach().clone(), [0.0] * 6
     for step, (ids, factors) in enumerate(
         [([1, 4, 4], [1.0, 2.0, -3.0]), ([4, 2, 0], [0.5, 0.0, 4.0]), ([4, 1], [7.0, 1.0])]

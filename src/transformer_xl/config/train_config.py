@@ -67,6 +67,8 @@ class TrainConfig(Settings):
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
     the same size."""
+    ngram_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """With soap-muon: learning rate of the tables of n-grams divided by `learning_rate`."""
     embedding_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
     both have the same rate."""
@@ -177,6 +179,7 @@ class TrainConfig(Settings):
         """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
         needed = {
             "muon_learning_rate_ratio": "" if self.has_muon else "optimizer muon or soap-muon",
+            "ngram_learning_rate_ratio": "" if self.optimizer == "soap-muon" else "optimizer soap-muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
             "average_learning_rate": "" if self.weight_average != "none" else "weight_average ema or uniform",

@@ -28,7 +28,7 @@ _MUON_MOMENTUM = 0.95
 _EMBEDDINGS = ("embedding.", "ngrams.")  # beginnings of the names of their parameters
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 _SOAP_INTERVAL, _EPS = 10, 1e-8  # steps between two bases; added to the root of a second moment
-_TABLES, _TABLE_RATE = "ngrams.tables.", 2.0  # beginning of the names of n-gram tables; factor of their learning rate
+_TABLES = "ngrams.tables."  # beginning of the names of n-gram tables
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0) -> Optimizers:
@@ -298,7 +298,8 @@ class RowRMSProp(torch.optim.Optimizer):
             groups: parameter groups, each with `params`, tables whose gradients may be sparse.
             config: settings of training.
         """
-        super().__init__(groups, {"lr": config.learning_rate, "beta2": config.beta2})
+        defaults = {"lr": config.learning_rate, "lr_ratio": config.ngram_learning_rate_ratio, "beta2": config.beta2}
+        super().__init__(groups, defaults)
 
     @override
     @torch.no_grad()
@@ -316,7 +317,7 @@ class RowRMSProp(torch.optim.Optimizer):
                 square_N = state["square"][rows_N].lerp_(grad_NE.square().mean(1), 1 - group["beta2"])
                 state["square"][rows_N] = square_N
                 update_NE = grad_NE / square_N.sqrt().add_(_EPS)[:, None]
-                table.index_add_(0, rows_N, update_NE, alpha=-_TABLE_RATE * group["lr"])
+                table.index_add_(0, rows_N, update_NE, alpha=-group["lr"] * group["lr_ratio"])
 
 
 def _rows_with_gradients(grad: Tensor) -> tuple[Tensor, Tensor]:
