@@ -60,7 +60,7 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "tie_projections": model.div_val == 1 and model.d_embed in (None, model.d_model),
         "project_same_width": model.div_val == 1,
         "muon_learning_rate_ratio": not train.has_muon,
-        "ngram_learning_rate_ratio": train.optimizer != "soap-muon" or model.max_ngram == 1,
+        "ngram_learning_rate_ratio": model.max_ngram == 1,
         "ngram_buckets": model.max_ngram == 1,
         "d_ngram": model.max_ngram == 1,
         "regularization": model.regularization == RegularizationConfig(),

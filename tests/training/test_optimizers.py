@@ -101,14 +101,23 @@ def test_projections_of_distances_have_no_bases(make_model) -> None:
         assert group["optimizer"] is not plain["optimizer"]
 
 
-def test_soap_muon_updates_tables_by_rows(make_model) -> None:
+@pytest.mark.parametrize("optimizer", ["adam", "soap-muon"])
+def test_tables_with_a_rate_of_their_own_are_updated_by_rows(make_model, optimizer: str) -> None:
     model = make_model(max_ngram=3, ngram_buckets=29, d_ngram=3)
-    ratio = {"embedding_learning_rate_ratio": 2.0}
-    *_, tables = groups_of(model, optimizer="soap-muon", weight_decay=0.1, **ratio)
+    settings = {"optimizer": optimizer, "embedding_learning_rate_ratio": 2.0}
+    *_, tables = groups_of(model, **settings, ngram_learning_rate_ratio=0.5, weight_decay=0.1)
     assert type(tables["optimizer"]) is RowRMSProp
     assert names_in(model, tables) == {"ngrams.tables.0", "ngrams.tables.1"}
     assert tables["is_embedding"]
-    assert not any(type(group["optimizer"]) is RowRMSProp for group in groups_of(model, optimizer="muon", **ratio))
+    assert not any(type(group["optimizer"]) is RowRMSProp for group in groups_of(model, **settings))
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"), [({"optimizer": "soap-muon"}, "matrices"), ({"ngram_learning_rate_ratio": 1.0}, "tables")]
+)
+def test_what_needs_whole_parameters_refuses_sharded_ones(setting: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=f"needs whole {what}; give parallelism ddp or"):
+        TrainConfig(**setting, parallelism="fsdp")
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])

@@ -57,7 +57,7 @@ class TrainConfig(Settings):
     optimizer: Literal["adam", "adamw", "muon", "soap-muon"] = "adam"
     """adam (as in the paper), adamw, muon (for the matrices in the layers, with AdamW for all other weights), or
     soap-muon (muon whose momentum is first divided by the root of the second moment, in the eigenbasis of the
-    gradients' covariance; tables of n-grams by RMSProp of the rows that a batch looks up)."""
+    gradients' covariance)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -67,15 +67,16 @@ class TrainConfig(Settings):
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
     the same size."""
-    ngram_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """With soap-muon: learning rate of the tables of n-grams divided by `learning_rate`."""
+    ngram_learning_rate_ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Update the tables of n-grams by RMSProp, and only the rows that a batch looks up, without weight decay: the
+    learning rate divided by `learning_rate`; none: all rows, as other weights."""
     embedding_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
     both have the same rate."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """With adamw, muon and soap-muon, decoupled weight decay of matrices (with soap-muon, not of tables of n-grams):
-    each step subtracts this times the learning rate times the weight. With adam, L2 regularization: this times the
-    weight is added to the gradient of every weight."""
+    """With adamw, muon and soap-muon, decoupled weight decay of matrices: each step subtracts this times the learning
+    rate times the weight. With adam, L2 regularization: this times the weight is added to the gradient of every
+    weight."""
     lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up: cosine or linear decay, or stable and then linear decay (wsd)."""
     warmup_steps: int = Field(default=100, ge=0, le=INT32_MAX)
@@ -170,6 +171,8 @@ class TrainConfig(Settings):
             )
         if self.optimizer == "soap-muon" and self.parallelism == "fsdp":
             raise ValueError("optimizer soap-muon needs whole matrices; give parallelism ddp or optimizer muon")
+        if self.ngram_learning_rate_ratio is not None and self.parallelism == "fsdp":
+            raise ValueError("ngram_learning_rate_ratio needs whole tables; give parallelism ddp or leave it out")
         if (self.micro_batch_size or 0) > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size:,} is more than batch_size {self.batch_size:,}")
         return self
@@ -179,7 +182,6 @@ class TrainConfig(Settings):
         """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
         needed = {
             "muon_learning_rate_ratio": "" if self.has_muon else "optimizer muon or soap-muon",
-            "ngram_learning_rate_ratio": "" if self.optimizer == "soap-muon" else "optimizer soap-muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
             "average_learning_rate": "" if self.weight_average != "none" else "weight_average ema or uniform",

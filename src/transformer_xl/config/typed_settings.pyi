@@ -74,7 +74,7 @@ class TrainSettings(TypedDict, total=False):
     beta1: float
     beta2: float
     muon_learning_rate_ratio: float
-    ngram_learning_rate_ratio: float
+    ngram_learning_rate_ratio: float | None
     embedding_learning_rate_ratio: float
     weight_decay: float
     lr_schedule: Literal["cosine", "linear", "wsd"]

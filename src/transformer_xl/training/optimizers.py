@@ -37,8 +37,8 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
     attention biases (the paper's u and v). Adam's L2 regularization applies to all weights.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
-    requires), and AdamW all other parameters, among them the narrow matrices of an adapter; with `soap-muon`,
-    `RowRMSProp` updates the tables of n-gram embeddings.
+    requires), and AdamW all other parameters, among them the narrow matrices of an adapter. Tables of n-grams that
+    have a learning rate of their own are updated by `RowRMSProp`.
 
     Args:
         model: the model; parameters without `requires_grad` are left out.
@@ -63,7 +63,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
             muon[has_bases].setdefault((factor, block_dim), []).append(parameter)
             continue
         is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
-        if config.optimizer == "soap-muon" and name.startswith(_TABLES):
+        if config.ngram_learning_rate_ratio is not None and name.startswith(_TABLES):
             tables.setdefault((factor, is_embedding), []).append(parameter)
         else:
             adam.setdefault((is_matrix or config.optimizer == "adam", factor, is_embedding), []).append(parameter)

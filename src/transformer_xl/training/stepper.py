@@ -155,7 +155,7 @@ class Stepper:
         decay = finetune.layer_rate_decay if finetune is not None else 1.0
         if model.ngrams is not None:  # several processes add up whole gradients
             is_whole = world.size > 1 or config.compile == "cudagraphs" or device.type == "mps"
-            model.ngrams.sparse = config.optimizer == "soap-muon" and not is_whole
+            model.ngrams.sparse = config.ngram_learning_rate_ratio is not None and not is_whole
         # after wrapping, which shards the weights
         self.optimizers = build_optimizers(model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)

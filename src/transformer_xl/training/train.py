@@ -72,8 +72,7 @@ FirstWeights = Callable[[RunConfig], Mapping[str, Tensor]]
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("embedding_learning_rate_ratio", "average_learning_rate"),
-    *("beta1", "beta2", "muon_learning_rate_ratio", "ngram_learning_rate_ratio"),
-    *("weight_decay", "max_grad_norm", "ema_decay"),
+    *("beta1", "beta2", "muon_learning_rate_ratio", "weight_decay", "max_grad_norm", "ema_decay"),
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "trackers"),
 }
