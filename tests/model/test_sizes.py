@@ -69,11 +69,26 @@ def test_bounds_of_recipes_are_close(name: str):
     lengths = {"memory_length": config.train.memory_length, "segment_length": config.train.segment_length}
     activations = min_activations(config.model, **lengths)
     cache = min_cache(config.model, config.train.memory_length, training=True)
-    bound = 16 * min_parameters(config.model) + 4 * config.train.batch_size * (activations + cache)
+    by_rows = 0 if config.train.ngram_learning_rate_ratio is None else config.model.ngram_table_parameters
+    bound = 16 * min_parameters(config.model) - 12 * by_rows + 4 * config.train.batch_size * (activations + cache)
     assert recipe.bytes_per_step is not None
     # of masked attention, the bound counts the matrices that a fused kernel saves, and the recipe those of a CPU
     least = 0.3 if config.model.orders else 0.65
     assert least * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
+
+
+def test_tables_updated_by_rows_have_no_gradient_or_state():
+    model = {"vocab_size": 50, "max_ngram": 3, "ngram_buckets": 10**6, "d_ngram": 8}
+    bounds = {
+        ratio: min_training_bytes(
+            run_settings(
+                {"model": model, "train": {"optimizer": "adamw", "ngram_learning_rate_ratio": ratio}}, "settings"
+            ),
+            *(1, "float32"),
+        )
+        for ratio in (None, 2.0)
+    }
+    assert bounds[None] - bounds[2.0] == 12 * 2 * 10**6 * 8
 
 
 def test_fsdp_divides_weights_gradients_and_optimizer_state():

@@ -95,12 +95,18 @@ def test_parameters_and_cost_of_a_step_are_right(name: str) -> None:
     recipe, config = load_recipe(name), run_config(name)
     names, rows = ("segment_length", "memory_length", "extended_context_length"), config.train.batch_size
     sizes = {name: getattr(config.train, name) for name in names}
+    by_rows = config.train.ngram_learning_rate_ratio is not None
 
     def costs_of(n_layers: int, batch_size: int) -> npt.NDArray[np.float64]:
         if batch_size > 1024:
             few, more = (costs_of(n_layers, size) for size in (256, 512))
             return few + (batch_size / 256 - 1) * (more - few)
-        cost = step_cost(config.model.model_copy(update={"n_layers": n_layers}), **sizes, batch_size=batch_size)
+        cost = step_cost(
+            config.model.model_copy(update={"n_layers": n_layers}),
+            **sizes,
+            batch_size=batch_size,
+            tables_by_rows=by_rows,
+        )
         return np.array([cost.parameters, cost.flops, cost.bytes], dtype=np.float64)
 
     one, two = (costs_of(n, rows) for n in (1, 2))

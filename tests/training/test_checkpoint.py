@@ -58,7 +58,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
         {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4, "micro_batch_size": 1},
     ),
-    "soap-muon": ({}, {"optimizer": "soap-muon", "weight_decay": 0.1}),
+    "soap-muon, rows of n-grams": (
+        {"max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
+        {"optimizer": "soap-muon", "weight_decay": 0.1, "ngram_learning_rate_ratio": 2.0},
+    ),
     "random lengths, extended context": (
         {"embedding_dropout": 0.1, "variational_dropout": True, "activation_penalty": 0.3},
         {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config import TrainConfig, UserError, run_settings
 from transformer_xl.training.optimizers import (
     Muon,
     RowRMSProp,
@@ -108,7 +108,6 @@ def test_tables_with_a_rate_of_their_own_are_updated_by_rows(make_model, optimiz
     *_, tables = groups_of(model, **settings, ngram_learning_rate_ratio=0.5, weight_decay=0.1)
     assert type(tables["optimizer"]) is RowRMSProp
     assert names_in(model, tables) == {"ngrams.tables.0", "ngrams.tables.1"}
-    assert tables["is_embedding"]
     assert not any(type(group["optimizer"]) is RowRMSProp for group in groups_of(model, **settings))
 
 
@@ -116,8 +115,11 @@ def test_tables_with_a_rate_of_their_own_are_updated_by_rows(make_model, optimiz
     ("setting", "what"), [({"optimizer": "soap-muon"}, "matrices"), ({"ngram_learning_rate_ratio": 1.0}, "tables")]
 )
 def test_what_needs_whole_parameters_refuses_sharded_ones(setting: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError, match=f"needs whole {what}; give parallelism ddp or"):
-        TrainConfig(**setting, parallelism="fsdp")
+    train = {**setting, "parallelism": "fsdp"}
+    with pytest.raises(UserError, match=f"needs whole {what}; give parallelism ddp"):
+        run_settings({"model": {"vocab_size": 50, "max_ngram": 2}, "train": train}, "settings")
+    if what == "tables":
+        run_settings({"model": {"vocab_size": 50}, "train": train}, "settings")
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])

@@ -281,6 +281,11 @@ class BaseModelConfig(_Architecture):
             )
 
     @property
+    def ngram_table_parameters(self) -> int:
+        """Number of parameters in the tables of n-grams."""
+        return (self.max_ngram - 1) * self.ngram_buckets * self.d_ngram
+
+    @property
     def cluster_boundaries(self) -> tuple[int, ...]:
         """0, the cutoffs and V: cluster i contains the token ids from boundary i to boundary i + 1, exclusive.
 

@@ -138,6 +138,11 @@ class RunConfig(Settings):
                 f"evaluation.extended_context_length {evaluation.extended_context_length:,} is for evaluation without "
                 f"memory, and evaluation.memory_length is {evaluation.memory_length:,}; set one of them to 0"
             )
+        if train.ngram_learning_rate_ratio is not None and model.max_ngram > 1 and train.parallelism == "fsdp":
+            raise ValueError(
+                "train.ngram_learning_rate_ratio needs whole tables; give parallelism ddp, or no ratio "
+                "(ngram_learning_rate_ratio none)"
+            )
         if isinstance(model, RecurrentConfig) and train.compile != "none":
             raise ValueError(f"train.compile {train.compile} is not for {model.architecture}; give none")
         return self
@@ -280,7 +285,8 @@ def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig)
     Raises:
         UserError: a given setting has no effect.
     """
-    for group, unused in (("model", config.model.unused), ("train", config.train.unused)):
+    tables = {"ngram_learning_rate_ratio": "model.max_ngram 2 or more"} if config.model.max_ngram == 1 else {}
+    for group, unused in (("model", config.model.unused), ("train", config.train.unused | tables)):
         for name, need in unused.items():
             if name in overrides.get(group, {}):
                 raise UserError(f"{group}.{name} has no effect without {need}; give that too, or leave it out")

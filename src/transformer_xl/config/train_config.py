@@ -68,8 +68,8 @@ class TrainConfig(Settings):
     """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
     the same size."""
     ngram_learning_rate_ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Update the tables of n-grams by RMSProp, and only the rows that a batch looks up, without weight decay: the
-    learning rate divided by `learning_rate`; none: all rows, as other weights."""
+    """Update the tables of n-grams by RMSProp with the decay beta2, and only the rows that a batch looks up, without
+    weight decay: their learning rate divided by `learning_rate`; none: all rows, as other weights."""
     embedding_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Peak learning rate of the embedding, and of the softmax weights it shares, divided by `learning_rate`; at the end
     both have the same rate."""
@@ -171,8 +171,6 @@ class TrainConfig(Settings):
             )
         if self.optimizer == "soap-muon" and self.parallelism == "fsdp":
             raise ValueError("optimizer soap-muon needs whole matrices; give parallelism ddp or optimizer muon")
-        if self.ngram_learning_rate_ratio is not None and self.parallelism == "fsdp":
-            raise ValueError("ngram_learning_rate_ratio needs whole tables; give parallelism ddp or leave it out")
         if (self.micro_batch_size or 0) > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size:,} is more than batch_size {self.batch_size:,}")
         return self

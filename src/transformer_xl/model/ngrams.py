@@ -37,7 +37,8 @@ class NgramEmbedding(nn.Module):
         num_tables = config.max_ngram - 1
         self.scale = config.d_ngram**0.5  # as token embeddings are scaled by sqrt(D)
         self.sparse = False
-        """Whether gradients of the tables are sparse tensors in training, of the rows that were looked up."""
+        """Whether gradients of the tables are sparse tensors in training, of the rows that were looked up. Most
+        optimizers refuse them; `Stepper` sets this where its own takes them."""
         self.tables = nn.ParameterList(torch.empty(config.ngram_buckets, config.d_ngram) for _ in range(num_tables))
         self.projections = nn.ParameterList(torch.empty(config.d_model, config.d_ngram) for _ in range(num_tables))
 

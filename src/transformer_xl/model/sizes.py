@@ -39,7 +39,7 @@ def min_parameters(config: BaseModelConfig) -> int:
     """
     sizes = (stop - start for start, stop in pairwise(config.cluster_boundaries))
     tables = sum(size * width for size, width in zip(sizes, config.cluster_widths, strict=True))
-    ngrams = (config.max_ngram - 1) * config.d_ngram * (config.ngram_buckets + config.d_model)
+    ngrams = config.ngram_table_parameters + (config.max_ngram - 1) * config.d_ngram * config.d_model
     return (1 if config.tie_word_embeddings else 2) * tables + ngrams + config.n_layers * _layer_parameters(config)
 
 

@@ -85,7 +85,7 @@ class StepCost:
     flops: int
     """Additions and multiplications of matrix products, forward and backward."""
     state_bytes: int
-    """Size of weights, gradients and optimizer state (Adam's two moving averages)."""
+    """Size of weights, gradients and optimizer state (Adam's two moving averages, but for tables updated by rows)."""
     activation_bytes: int
     """Size of the activations saved in the forward pass for the backward pass, without the parameters."""
     memory_bytes: int
@@ -98,7 +98,13 @@ class StepCost:
 
 
 def step_cost(
-    config: ModelConfig, *, batch_size: int, segment_length: int, memory_length: int, extended_context_length: int = 0
+    config: ModelConfig,
+    *,
+    batch_size: int,
+    segment_length: int,
+    memory_length: int,
+    extended_context_length: int = 0,
+    tables_by_rows: bool = False,
 ) -> StepCost:
     """Return the cost of one training step, measured by running it on torch's meta device, which computes no values.
 
@@ -113,6 +119,7 @@ def step_cost(
         segment_length: new tokens of each sequence.
         memory_length: memory slots, all of them filled.
         extended_context_length: tokens before the segment that are read with it.
+        tables_by_rows: whether only the rows of n-gram tables that are looked up have gradients and state.
     """
     shape = (batch_size, segment_length, memory_length, extended_context_length)
     flops_config = config
@@ -135,7 +142,7 @@ def step_cost(
     return StepCost(
         parameters=parameters,
         flops=counter.get_total_flops(),
-        state_bytes=_BYTES_PER_PARAMETER * parameters,
+        state_bytes=_BYTES_PER_PARAMETER * parameters - 12 * tables_by_rows * config.ngram_table_parameters,
         activation_bytes=sum(size for key, size in saved_bytes.items() if key not in parameter_storages),
         memory_bytes=sum(tensor.nbytes for tensor in memory.cache_tensors().values()),
     )

@@ -89,8 +89,11 @@ def min_training_bytes(config: RunConfig, local_batch_size: int, dtype: str, num
     share = num_processes if train.parallelism == "fsdp" else 1
     weights = min_weight_bytes(model) // share
     trained = 0 if config.lora else 4 * min_parameters(model) // share  # an adapter is small
+    # tables of which only the rows that are looked up have gradients and state
+    by_rows = 0 if train.ngram_learning_rate_ratio is None else model.ngram_table_parameters
+    whole = max(0, trained - 4 * by_rows)
     # two numbers for each trained parameter in Adam, one or more in others, and the average
-    state = trained * (1 + (train.optimizer in ("adam", "adamw")) + (train.weight_average != "none"))
+    state = whole * (1 + (train.optimizer in ("adam", "adamw"))) + trained * (train.weight_average != "none")
     num_rows = max(map(len, micro_batches(local_batch_size, train, num_processes)))
     activations = num_rows * min_activations(
         model,
@@ -100,4 +103,4 @@ def min_training_bytes(config: RunConfig, local_batch_size: int, dtype: str, num
     )
     memory = 4 * local_batch_size * min_cache(model, train.memory_length, training=True)
     # activations are freed while the gradients appear; there is a memory before the step and one after it
-    return weights + state + max(trained, (2 if dtype == "bfloat16" else 4) * activations) + 2 * memory
+    return weights + state + max(whole, (2 if dtype == "bfloat16" else 4) * activations) + 2 * memory

@@ -1,4 +1,7 @@
-"""Builds the optimizers and their parameter groups: the paper's Adam, AdamW, or Muon for the matrices of the layers."""
+"""Builds the optimizers and their parameter groups: the paper's Adam, AdamW, or Muon for the matrices of the layers.
+
+Tables of n-grams may have an optimizer of their own, which updates only the rows that a batch looks up.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     # they decay and whether they have the rate of the embedding
     muon: dict[bool, dict[tuple[float, int], list[nn.Parameter]]] = {False: {}, True: {}}
     adam: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
-    tables: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    tables: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -62,10 +65,10 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
             has_bases = config.optimizer == "soap-muon" and not name.endswith("r_proj.weight")
             muon[has_bases].setdefault((factor, block_dim), []).append(parameter)
             continue
-        is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
         if config.ngram_learning_rate_ratio is not None and name.startswith(_TABLES):
-            tables.setdefault((factor, is_embedding), []).append(parameter)
+            tables.setdefault(factor, []).append(parameter)
         else:
+            is_embedding = config.embedding_learning_rate_ratio != 1 and name.startswith(_EMBEDDINGS)
             adam.setdefault((is_matrix or config.optimizer == "adam", factor, is_embedding), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     for has_bases, params_by_group in muon.items():
@@ -89,10 +92,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         optimizers.append(kind(adam_groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True))
     if tables:
-        table_groups = [
-            {"params": params, "rate_factor": factor, "is_embedding": is_embedding}
-            for (factor, is_embedding), params in tables.items()
-        ]
+        table_groups = [{"params": params, "rate_factor": factor} for factor, params in tables.items()]
         optimizers.append(RowRMSProp(table_groups, config))
     return tuple(optimizers)
 
@@ -287,8 +287,9 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
 class RowRMSProp(torch.optim.Optimizer):
     """RMSProp of the rows of tables that have a gradient; all other rows stay as they are.
 
-    So a step takes no longer with larger tables, of which a batch looks up few rows. Adam would read and write all.
-    The second moment is one number a row, the mean of the squares (as in row-wise Adagrad, Gupta et al. 2014).
+    So with sparse gradients a step takes no longer with larger tables. Adam would read and write all of them. The
+    second moment is one number a row, the mean of the squares (as in row-wise Adagrad, Gupta et al. 2014); it begins at
+    0, so the first update of a row is 1 / sqrt(1 - beta2) times the learning rate.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], config: TrainConfig) -> None:

@@ -153,7 +153,8 @@ class Stepper:
             ModelWithLoss(model, copy_memory=config.compile == "cudagraphs"), config.parallelism
         )
         decay = finetune.layer_rate_decay if finetune is not None else 1.0
-        if model.ngrams is not None:  # several processes add up whole gradients
+        if model.ngrams is not None:
+            # DDP and CUDA graphs have whole gradients, and MPS lacks some operators of sparse tensors
             is_whole = world.size > 1 or config.compile == "cudagraphs" or device.type == "mps"
             model.ngrams.sparse = config.ngram_learning_rate_ratio is not None and not is_whole
         # after wrapping, which shards the weights

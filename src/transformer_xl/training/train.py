@@ -67,8 +67,8 @@ FirstWeights = Callable[[RunConfig], Mapping[str, Tensor]]
 """Returns the weights that a new run with these settings begins with, by name."""
 
 # Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text,
-# or the state of optimizer and weight average cannot change. After a change of batch size,
-# memory starts empty, and a short text may be cut into other pieces.
+# the optimizers (as ngram_learning_rate_ratio does) or the state of the weight average cannot change. After a change of
+# batch size, memory starts empty, and a short text may be cut into other pieces.
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("embedding_learning_rate_ratio", "average_learning_rate"),
