@@ -140,7 +140,7 @@ def table(results: dict[str, Any]) -> list[str]:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Measure and train what the output file lacks, and return all results."""
-    corpus, changes = Corpus.open(args.corpus), ["", *args.changes]
+    corpus, changes = Corpus.open(args.corpus), list(dict.fromkeys(["", *args.changes]))
     setting = {
         "text": corpus.record.name,
         "recipe": args.recipe,

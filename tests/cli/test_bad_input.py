@@ -141,7 +141,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.ema-decay 0.9", "--train.ema-decay has no effect without weight_average ema; give that too"),
     (f"{TRAIN} --train.muon-learning-rate-ratio 0.9", "muon-learning-rate-ratio has no effect without optimizer"),
     (f"{TRAIN} --train.muon-momentum 0.9", "muon-momentum"),
-    (f"{TRAIN} --train.ngram-learning-rate-ratio 2", "ratio has no effect without model.max_ngram 2 or more; give"),
+    (f"{TRAIN} --train.ngram-learning-rate-ratio 2", "ratio has no effect without --model.max-ngram 2 or more"),
     ("train --resume run --train.ema-decay 0.9", "--train.ema-decay has no effect without weight_average ema"),
     (f"{TRAIN} --model.ngram-buckets 9", "--model.ngram-buckets has no effect without max_ngram 2 or more; give"),
     (f"{TRAIN_SMALL} --model.max-ngram 3 --model.ngram-buckets 2000000000", "--model.ngram-buckets"),
