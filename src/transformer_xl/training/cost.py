@@ -138,11 +138,12 @@ def step_cost(
     with chosen(dropout="torch"):
         model, memory = _run_step(config, *shape, torch.autograd.graph.saved_tensors_hooks(record, lambda x: x))
     parameters = model.num_parameters()
+    by_rows = config.ngram_table_parameters if tables_by_rows else 0  # weights alone
     parameter_storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     return StepCost(
         parameters=parameters,
         flops=counter.get_total_flops(),
-        state_bytes=_BYTES_PER_PARAMETER * parameters - 12 * tables_by_rows * config.ngram_table_parameters,
+        state_bytes=_BYTES_PER_PARAMETER * (parameters - by_rows) + 4 * by_rows,
         activation_bytes=sum(size for key, size in saved_bytes.items() if key not in parameter_storages),
         memory_bytes=sum(tensor.nbytes for tensor in memory.cache_tensors().values()),
     )
