@@ -217,6 +217,11 @@ class BaseModelConfig(_Architecture):
         Raises:
             ValueError: it cannot; the message says what to change.
         """
+        if train.ngram_learning_rate_ratio is not None and self.max_ngram > 1 and train.parallelism == "fsdp":
+            raise ValueError(
+                "train.ngram_learning_rate_ratio needs whole tables; give parallelism ddp, or no ratio "
+                "(ngram_learning_rate_ratio none)"
+            )
 
     def text_per_step(self, train: TrainConfig) -> int:
         """Return the number of tokens by which a step of training moves on in the text."""

@@ -138,11 +138,6 @@ class RunConfig(Settings):
                 f"evaluation.extended_context_length {evaluation.extended_context_length:,} is for evaluation without "
                 f"memory, and evaluation.memory_length is {evaluation.memory_length:,}; set one of them to 0"
             )
-        if train.ngram_learning_rate_ratio is not None and model.max_ngram > 1 and train.parallelism == "fsdp":
-            raise ValueError(
-                "train.ngram_learning_rate_ratio needs whole tables; give parallelism ddp, or no ratio "
-                "(ngram_learning_rate_ratio none)"
-            )
         if isinstance(model, RecurrentConfig) and train.compile != "none":
             raise ValueError(f"train.compile {train.compile} is not for {model.architecture}; give none")
         return self
