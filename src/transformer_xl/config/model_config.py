@@ -219,8 +219,8 @@ class BaseModelConfig(_Architecture):
         """
         if train.ngram_learning_rate_ratio is not None and self.max_ngram > 1 and train.parallelism == "fsdp":
             raise ValueError(
-                "train.ngram_learning_rate_ratio needs whole tables; give parallelism ddp, or no ratio "
-                "(ngram_learning_rate_ratio none)"
+                "train.ngram_learning_rate_ratio needs whole tables; give parallelism ddp, or "
+                "train.ngram_learning_rate_ratio none"
             )
 
     def text_per_step(self, train: TrainConfig) -> int:
