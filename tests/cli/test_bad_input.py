@@ -212,6 +212,7 @@ LARGE = [
     (50_000, "generate run --num-samples 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-samples"),
     (50_000, "generate run --num-beams 1000000000", "1,000,000,000 x 11 .* lower --memory-length or --num-beams"),
     (50_000, "generate run --memory-length 2000000000", "a memory of 1 x 2,000,000,000.*"),
+    (50_000, "serve run --max-memory-length 2000000000", "of 64 x 2,000,000,000.* lower --max-batch, --memory-length"),
     (50_000, "analyze attention run --segment-length 600 --split train", "2 heads, .* lower --segment-length"),
     (50_000, "analyze context run --split train --num-positions 90 --context-step 30", "90 x 11.* lower --max-context"),
     (50_000, "analyze speed tiny --attention-windows 1000000", "1,000,000 tokens.* lower --attention-windows"),

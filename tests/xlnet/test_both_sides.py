@@ -98,6 +98,12 @@ def test_documents_and_long_spans() -> None:
     np.testing.assert_allclose(losses_in_order(model, long, plan_of())[1:13], wanted, atol=1e-9)
 
 
+def test_memory_holds_no_more_slots_than_the_text_fills() -> None:
+    model, text = xlnet(), text_of(19)
+    nats_K = losses_in_order(model, text, plan_of(memory_length=2**31 - 1))
+    np.testing.assert_allclose(nats_K, losses_in_order(model, text, plan_of(memory_length=19)), atol=1e-9)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="segment_length 9 is above perm_size 8"):
         losses_in_order(xlnet(), text_of(4), replace(plan_of(), segment_length=9))

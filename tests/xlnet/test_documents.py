@@ -104,6 +104,8 @@ def test_blanks_are_filled_from_both_sides(run: Run) -> None:
     assert found[0].filled != found[1].filled
     assert found[0].text.startswith("What is before the first blank: ")
     (before,) = infill(run, text, num_tokens=3, greedy=True)
+    (most,) = infill(run, text, num_tokens=3, greedy=True, memory_length=2**31 - 1)  # of which the text fills few slots
+    assert most.filled == infill(run, text, num_tokens=3, greedy=True, memory_length=100)[0].filled
     (after,) = infill(run, text.replace("and after", "AND AFTER"), num_tokens=3, greedy=True)
     assert before.logprob != pytest.approx(after.logprob, abs=1e-6)  # what stands after a blank counts
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -62,10 +63,11 @@ def _losses_by_order(
             f"segment_length {plan.segment_length:,} is above perm_size {block:,} of the model, the block in which it "
             f"learned to see later tokens; give {block:,} at most"
         )
-    spans = deque(text.spans())
+    spans, limits = deque(text.spans()), plan.context_limits
     with torch.no_grad(), autocast(model.device, plan.dtype):
         for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
-            memory = model.initial_memory(1, plan.context_limits)
+            slots = min(limits.memory_length, end - start)
+            memory = model.initial_memory(1, replace(limits, memory_length=slots))
             for first in range(start, end, plan.segment_length):
                 after = min(first + plan.segment_length, end)
                 begun = list[range]()

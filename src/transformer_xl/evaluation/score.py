@@ -192,9 +192,15 @@ def texts_by_name(texts: Texts) -> dict[str, bytes]:
     return {f"text {number}": to_bytes(text) for number, text in enumerate(texts, start=1)}
 
 
-def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
-    """Return the tokens of a whole text; a tokenizer that ends each line with an EOS token also ends the last line with
-    it.
+def encode_text(tokenizer: Tokenizer, name: str, content: bytes, *, ends_last_line: bool = True) -> TokenArray:
+    """Return the tokens of a whole text.
+
+    Args:
+        tokenizer: encodes it.
+        name: the text's name in messages.
+        content: the text.
+        ends_last_line: a tokenizer that ends each line with an EOS token also ends the last line with it, if that has
+            no newline.
 
     Raises:
         UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.
@@ -204,6 +210,8 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
         with document_errors(name, chunk.position):
             chunks.append(tokenizer.encode_chunk(chunk.text).ids)
     ids_K = np.concatenate(chunks)
+    if tokenizer.adds_final_newline and not ends_last_line and not content.endswith(b"\n"):
+        ids_K = ids_K[:-1]
     if not len(ids_K):
         raise UserError(f"{name}: the text is empty; give one with at least one token")
     return ids_K

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -147,7 +147,8 @@ def _predictions(
     block = model.config.perm_size
     start = max(0, min(places.start - (block - len(places)) // 2, ids_BK.shape[1] - block))
     read = range(start, min(ids_BK.shape[1], start + block))
-    memory = model.initial_memory(len(ids_BK), plan.context_limits)
+    limits = plan.context_limits
+    memory = model.initial_memory(len(ids_BK), replace(limits, memory_length=min(limits.memory_length, start)))
     for first in range(0, start, block):
         memory = model.two_streams(ids_BK[:, first : min(first + block, start)], memory).memory
     rank_K = torch.full((ids_BK.shape[1],), -1)

@@ -47,6 +47,16 @@ def test_vectors_are_hidden_states_of_the_document_read_alone(name: str, tmp_pat
         torch.testing.assert_close(torch.from_numpy(mean[index]), states_LTD[1].mean(0), rtol=1e-4, atol=1e-5)
 
 
+def test_last_line_gets_no_token_for_its_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tokenizer=WordTokenizer(("<eos>", "a", "b"), eos_token="<eos>"))
+    limits = EvaluationPlan.resolve(run.config).context_limits
+    for document, token_ids in (("a b", (1, 2)), ("a b\n", (1, 2, 0)), ("a\nb", (1, 0, 2)), ("\n", (0,))):
+        expected_TD = states_of(run, bytes(token_ids), SEGMENT, limits)[-1]
+        for pooling, vector_D in (("last", expected_TD[-1]), ("mean", expected_TD.mean(0))):
+            actual_D = torch.from_numpy(embed(run, document, pooling=pooling)[0])
+            torch.testing.assert_close(actual_D, vector_D, rtol=1e-4, atol=1e-5)
+
+
 def test_lengths_layer_and_batch_size_can_be_chosen(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for layer in range(3):
@@ -113,3 +123,5 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     words = make_run(tmp_path / "words", tokenizer=WordTokenizer(("<eos>", "a", "b"), eos_token="<eos>"))
     with pytest.raises(UserError, match=r"text 2.*'c'"):
         embed(words, ["a b", "a c"])
+    with pytest.raises(UserError, match="text 2: the text is empty"):
+        embed(words, ["a b", " "])

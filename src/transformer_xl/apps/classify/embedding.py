@@ -126,11 +126,16 @@ def checked_layer(run: Run, layer: int | None) -> int:
 def encode_documents(run: Run, documents: Texts) -> list[TokenArray]:
     """Return the tokens of each document.
 
+    A last line without a newline gets no token for its end, as in transformers: it would be the one that `last` pools.
+
     Raises:
         UserError: there is no document, or one is empty or cannot be encoded.
     """
     tokenizer: Tokenizer = run.tokenizer
-    encoded = [encode_text(tokenizer, name, content) for name, content in texts_by_name(documents).items()]
+    encoded = [
+        encode_text(tokenizer, name, content, ends_last_line=False)
+        for name, content in texts_by_name(documents).items()
+    ]
     if not encoded:
         raise UserError("there is no document; give at least one")
     for ids_K in encoded:

@@ -37,7 +37,6 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.attention_by_distance import attention_of_last, require_attention_terms
 from transformer_xl.generation.sampling import sample
-from transformer_xl.inference import require_reading_memory
 from transformer_xl.model.memory import Memory
 from transformer_xl.reader import Reader
 
@@ -84,9 +83,6 @@ class Engine:
             models: the models that jobs may use.
             max_rows: number of sequences that are generated at once, and of jobs that are read.
             max_waiting: number of jobs of each owner that may wait for that.
-
-        Raises:
-            UserError: the memory of so many sequences certainly does not fit on the device.
         """
         self.models = {served.name: served for served in models}
         self.max_rows, self.max_waiting = max_rows, max_waiting
@@ -95,9 +91,6 @@ class Engine:
         """Why the thread has died; None while it lives."""
         self.on_death: Callable[[], object] = lambda: None
         """Called in the thread when it dies."""
-        for served in self.models.values():
-            slots, advice = served.generation_slots(served.max_memory_length), "lower max_batch or memory_length"
-            require_reading_memory(served.inference, "serving", num_rows=max_rows, num_slots=slots, advice=advice)
         self._lock = threading.Condition()
         self._waiting: dict[str, deque[TextJob]] = {}  # of each owner
         self._is_stopping = False

@@ -12,6 +12,7 @@ from transformer_xl.apps.serve.rows import MemoryState
 from transformer_xl.baselines.recurrent import RecurrentCache
 from transformer_xl.config import UserError
 from transformer_xl.generation.generate import memory_plan, prompt_segment_length
+from transformer_xl.inference import require_reading_memory
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
@@ -31,7 +32,8 @@ class ServedModel:
             config: dtype, and the memory lengths where the model has a memory; None for the defaults.
 
         Raises:
-            UserError: the model does not support the memory length.
+            UserError: the model does not support the memory length, or the memory of so many sequences certainly does
+                not fit on the device.
         """
         config, has_memory = config or ServerConfig(), run.config.model.has_memory
         self.name, self.run = name, run
@@ -45,6 +47,9 @@ class ServedModel:
         """The model of the run, prepared in the dtype of matrix products."""
         self.weights_sha256 = weights_digest(run, self.inference.dtype)
         """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
+        slots = self.generation_slots(self.max_memory_length)
+        advice = "lower max_batch, memory_length or max_memory_length"
+        require_reading_memory(self.inference, "serving", num_rows=config.max_batch, num_slots=slots, advice=advice)
         memory = self._first_memory()
         self._no_slots = memory.reset([0]).resized(0)  # from which all memories are derived
         # dtype and shape of each tensor of a state, and its dimension of the slots
