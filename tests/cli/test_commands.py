@@ -284,3 +284,20 @@ def test_generate_streams_and_exits_when_the_pipe_is_closed(folder: Path) -> Non
             assert process.stderr.read().startswith(b"weights: best, step 17 ")
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("words", ["score {run} {text} --json --out {out}", "runs {folder} --csv {out}"])
+def test_files_are_written_after_the_pipe_is_closed(words: str, folder: Path, tmp_path: Path) -> None:
+    """The second command prints a table, which another library does."""
+    (tmp_path / "text").write_text("a text\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    paths = {"run": folder / "run", "folder": folder, "text": tmp_path / "text", "out": tmp_path / "out.csv"}
+    command = [sys.executable, "-m", "transformer_xl", *words.format(**paths).split()]
+    environment = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, timeout=300)
+    finally:
+        os.close(writer)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "out.csv").read_text().count("\n") >= 2

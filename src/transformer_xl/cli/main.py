@@ -142,7 +142,9 @@ def run(arguments: list[str]) -> int:
         print("txl: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _discard_output()  # the program that reads the pipe has closed it (txl ... | head)
+        from transformer_xl.cli.output import discard_output
+
+        discard_output()  # the program that reads the pipe has closed it (txl ... | head)
         return 0
     except Exception as error:
         message = _user_message(error)
@@ -150,13 +152,13 @@ def run(arguments: list[str]) -> int:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
-        from transformer_xl.cli.output import printable
+        from transformer_xl.cli.output import discard_output, printable
 
         if not isinstance(error, CycloptsError):
             message = with_flags(message)
         print(f"txl: error: {printable(message)}", file=sys.stderr)
         if isinstance(error, OSError):
-            _discard_output()
+            discard_output()
         return 2
 
 
@@ -164,11 +166,6 @@ def _is_nonzero_rank() -> bool:
     """Return whether this is a torchrun process other than rank 0; rank 0 prints the same error."""
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)
-
-
-def _discard_output() -> None:
-    """Redirect standard output to /dev/null, so that flushing it at exit cannot fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _user_message(error: Exception) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,22 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run import Run
     from transformer_xl.text.tokenizers import Tokenizer
+
+
+@contextmanager
+def printed_before_files() -> Iterator[None]:
+    """Print results before they are written to files, so that a full disk loses none; the files are written although
+    the program that reads standard output has closed it (txl ... | head)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Redirect standard output to /dev/null, so that flushing it at exit cannot fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
@@ -61,7 +79,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     # pipes and files have no width, so tables must not be truncated there
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else 120
-    Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
+    console = Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal)
+    with console.capture() as captured:  # as rich itself ends the process if standard output is closed
+        console.print(table)
+    sys.stdout.write(captured.get())
 
 
 def printable(text: str) -> str:

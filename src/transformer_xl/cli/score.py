@@ -25,6 +25,7 @@ from transformer_xl.cli.output import (
     print_json,
     print_table,
     printable,
+    printed_before_files,
     say_memory_length,
     say_unknown,
 )
@@ -123,12 +124,13 @@ def score(
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
     out = word_options.out
-    if json:
-        for record in _records(scores, per):
-            print_json({**record, **loaded.weights_values}, indent=None)
-    elif out is None:
-        _print_records(scores, per)
-    if out is not None:  # after printing, so that a full disk loses no results
+    with printed_before_files():
+        if json:
+            for record in _records(scores, per):
+                print_json({**record, **loaded.weights_values}, indent=None)
+        elif out is None:
+            _print_records(scores, per)
+    if out is not None:
         rows = list(_records(scores, per))
         table = csv_text(list(dict.fromkeys(name for row in rows for name in row)), rows)
         print_csv(table) if word_options.is_on_stdout else write_text(out, table)

@@ -23,7 +23,14 @@ from transformer_xl.cli.options import (
     Integer,
     Json,
 )
-from transformer_xl.cli.output import check_outputs, load_and_say, print_json, print_table, say_unknown
+from transformer_xl.cli.output import (
+    check_outputs,
+    load_and_say,
+    print_json,
+    print_table,
+    printed_before_files,
+    say_unknown,
+)
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.config.extras import missing_extra
 from transformer_xl.files import atomic_file, csv_text, quoted, write_text
@@ -188,22 +195,25 @@ def classify(
         )
     ]
     metrics = result.metrics()
-    if json:
-        print_json({**metrics, "documents": rows})
-    else:
-        if out is None:
-            shown = [[row[name] for name in ("document", "label", "predicted")] for row in rows]
-            cells = [[*row, f"{p:.3f}"] for row, p in zip(shown, result.probabilities_NC.max(-1), strict=True)]
-            print_table("predicted labels", ["document", "label", "predicted", "probability"], cells)
-        if metrics:
-            title = f"{len(rows):,} documents: accuracy {result.accuracy:.4f}, macro F1 {result.macro_f1:.4f}"
-            f1, counts_CC = metrics["f1"], metrics["confusion"]
-            cells = [
-                [label, *map(str, counts_C), f"{f1[label]:.4f}" if label in f1 else "-"]
-                for label, counts_C in zip(result.labels, counts_CC, strict=True)
-            ]
-            print_table(f"{title}; rows: true labels", ["label", *(f"as {one}" for one in result.labels), "F1"], cells)
-    if out is not None:  # after printing, so that a full disk loses no results
+    with printed_before_files():
+        if json:
+            print_json({**metrics, "documents": rows})
+        else:
+            if out is None:
+                shown = [[row[name] for name in ("document", "label", "predicted")] for row in rows]
+                cells = [[*row, f"{p:.3f}"] for row, p in zip(shown, result.probabilities_NC.max(-1), strict=True)]
+                print_table("predicted labels", ["document", "label", "predicted", "probability"], cells)
+            if metrics:
+                title = f"{len(rows):,} documents: accuracy {result.accuracy:.4f}, macro F1 {result.macro_f1:.4f}"
+                f1, counts_CC = metrics["f1"], metrics["confusion"]
+                cells = [
+                    [label, *map(str, counts_C), f"{f1[label]:.4f}" if label in f1 else "-"]
+                    for label, counts_C in zip(result.labels, counts_CC, strict=True)
+                ]
+                print_table(
+                    f"{title}; rows: true labels", ["label", *(f"as {one}" for one in result.labels), "F1"], cells
+                )
+    if out is not None:
         write_text(out, csv_text(list(rows[0]), rows))
 
 

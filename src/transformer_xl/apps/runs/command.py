@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import check_outputs, print_json, print_table
+from transformer_xl.cli.output import check_outputs, print_json, print_table, printed_before_files
 from transformer_xl.config import UserError
 from transformer_xl.files import check_new_file, csv_text, write_text
 from transformer_xl.progress import ProgressBar, say
@@ -59,10 +59,11 @@ def list_folder(
     from transformer_xl.apps.runs.records import COLUMNS, list_runs
 
     rows = list_runs(folder, sort=sort, reverse=reverse)
-    if json:
-        print_json({"folder": str(folder), "runs": rows})
-    else:
-        _print_runs(rows)
+    with printed_before_files():
+        if json:
+            print_json({"folder": str(folder), "runs": rows})
+        else:
+            _print_runs(rows)
     if csv is not None:
         write_text(csv, csv_text(COLUMNS, rows))
 
@@ -145,11 +146,12 @@ def compare(
     else:
         with ProgressBar("score", round(text.num_bytes) * len(folders), "bytes") as bar:
             comparison = compare_runs(folders, text, device=device, progress=bar.advance)
-    if json:
-        print_json(comparison.as_dict())
-    else:
-        _print_comparison(comparison)
-    if plot is not None:  # after printing, so that a full disk loses no results
+    with printed_before_files():
+        if json:
+            print_json(comparison.as_dict())
+        else:
+            _print_comparison(comparison)
+    if plot is not None:
         from transformer_xl.apps.runs.curves import draw_curves
         from transformer_xl.plots import write_plot
 
@@ -213,7 +215,8 @@ def plot(*folders: Path, out: Path | None = None, text: _Switch = False) -> None
         from rich.console import Console
 
         is_terminal = sys.stdout.isatty()
-        print(text_curves(records, Console().width if is_terminal else 100, colours=is_terminal))
+        with printed_before_files():
+            print(text_curves(records, Console().width if is_terminal else 100, colours=is_terminal))
     if out is not None:
         from transformer_xl.plots import write_plot
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import WordOptions, parse_integers
-from transformer_xl.cli.output import print_csv, print_json, print_table, say_unknown
+from transformer_xl.cli.output import print_csv, print_json, print_table, printed_before_files, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -60,14 +60,14 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
     num_tokens = sum(len(encode_item(run.tokenizer, item)[1]) for item in items)
     with ProgressBar("score", num_tokens * (1 + len(plans)), "tokens") as bar:
         table = surprisal(run, items, config, memory_lengths=lengths, whitespace=whitespace, progress=bar.advance)
-    if options.is_on_stdout:
-        print_csv(table.to_csv())
-    elif json:
-        for row in table:
-            print_json({**row, **run.weights_values}, indent=None)
-    elif options.out is None:
-        _print_rows(table, whitespace)
-    # files are written after printing, so that a full disk loses no results
+    with printed_before_files():
+        if options.is_on_stdout:
+            print_csv(table.to_csv())
+        elif json:
+            for row in table:
+                print_json({**row, **run.weights_values}, indent=None)
+        elif options.out is None:
+            _print_rows(table, whitespace)
     if options.out is not None and not options.is_on_stdout:
         table.to_csv(options.out)
     if options.plot is not None:

@@ -9,7 +9,14 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import check_outputs, load_and_say, print_json, print_table, say_memory_length
+from transformer_xl.cli.output import (
+    check_outputs,
+    load_and_say,
+    print_json,
+    print_table,
+    printed_before_files,
+    say_memory_length,
+)
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar
 
@@ -65,10 +72,11 @@ def minimal_pairs(
     with ProgressBar("score", 2 * len(pairs), "sentences") as bar:
         scores = library.minimal_pairs(loaded, pairs, config, context=before, progress=bar.advance)
     accuracies = scores.accuracies()
-    if json:
-        print_json({"accuracy": accuracies[-1]["accuracy"], "groups": accuracies, **loaded.weights_values})
-    else:
-        rows = [[row["name"], row["group"], f"{row['pairs']:,}", f"{row['accuracy']:.1%}"] for row in accuracies]
-        print_table("accuracy on minimal pairs", ["name", "group", "pairs", "accuracy"], rows)
-    if out is not None:  # after printing, so that a full disk loses no results
+    with printed_before_files():
+        if json:
+            print_json({"accuracy": accuracies[-1]["accuracy"], "groups": accuracies, **loaded.weights_values})
+        else:
+            rows = [[row["name"], row["group"], f"{row['pairs']:,}", f"{row['accuracy']:.1%}"] for row in accuracies]
+            print_table("accuracy on minimal pairs", ["name", "group", "pairs", "accuracy"], rows)
+    if out is not None:
         scores.to_csv(out)

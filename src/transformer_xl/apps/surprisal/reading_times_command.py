@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from transformer_xl.apps.surprisal.reading_time_config import ReadingTimeSweep, TableLayout
 from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import check_outputs, load_and_say, print_json, print_table
+from transformer_xl.cli.output import check_outputs, load_and_say, print_json, print_table, printed_before_files
 from transformer_xl.config import EvaluationConfig
 from transformer_xl.progress import ProgressBar, note, say
 
@@ -103,12 +103,12 @@ def reading_times(
         fits = fit_reading_times(loaded, times, counts, compared, config, whitespace=whitespace, progress=bar.advance)
     for reason, count in fits.left_out.items():
         note(f"{count:,} rows are not fitted: {reason}")
-    if json:
-        print_json({**fits.as_dict(), **loaded.weights_values})
-    else:
-        _print_fits(fits)
-        say(f"the best in R, with the file of --out: {fits.formula}")
-    # files are written after printing, so that a full disk loses no results
+    with printed_before_files():
+        if json:
+            print_json({**fits.as_dict(), **loaded.weights_values})
+        else:
+            _print_fits(fits)
+            say(f"the best in R, with the file of --out: {fits.formula}")
     if out is not None:
         fits.to_csv(out)
     if plot is not None:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from transformer_xl.apps.analyze.analysis_config import ContextSweep
 from transformer_xl.cli.flags import check_flags, optional_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import check_outputs, print_json, print_table, say_weights
+from transformer_xl.cli.output import check_outputs, print_json, print_table, printed_before_files, say_weights
 from transformer_xl.config import UserError
 from transformer_xl.files import write_json
 from transformer_xl.progress import ProgressBar, note, say
@@ -86,10 +86,11 @@ def context(
         results = measure_context(models, tokens_K, sweep, bar.advance)
     source = {"corpus": str(text.path), "split": split, "device": device}
     values: dict[str, Any] = {**source, "runs": {name: str(path) for name, path in paths.items()}, **results}
-    if json:
-        print_json(values)
-    else:
-        _print_tables(values)
+    with printed_before_files():
+        if json:
+            print_json(values)
+        else:
+            _print_tables(values)
     fractions = {model["name"]: model["fractions"].values() for model in values["models"]}
     early = [name for name, found in fractions.items() if any(one["gains"][0] < sweep.threshold for one in found)]
     if early:
@@ -97,7 +98,6 @@ def context(
             f"{', '.join(early)}: the gain is below the threshold already at --min-context "
             f"{sweep.contexts[0]:,}, so the length may be shorter; try a smaller --min-context and --context-step"
         )
-    # files are written after printing, so that a full disk loses no results
     if out is not None:
         write_json(out, values)
     if plot is not None:
