@@ -333,6 +333,8 @@ def test_word_tokenizer_without_unknown_and_newline_tokens(make_model) -> None:
     list(streamed)
     with pytest.raises(UserError, match="no token in this vocabulary"):
         stream(run, "  ", memory=streamed.memory())
+    with pytest.raises(UserError, match="memory_length 5 and a memory of 128 slots were both given; leave memory_l"):
+        stream(run, "the", memory=streamed.memory(), memory_length=5)
 
 
 # Errors

@@ -131,6 +131,10 @@ def test_generation_stops_at_strings_and_does_not_depend_on_the_batch(run_path: 
     texts = ask(TxlLM(run, batch_size=3), "generate_until", *greedy)
     single = [generate(run, context or None, max_new_tokens=9, greedy=True).text for context in contexts]
     assert texts == single
+    without = ask(TxlLM(run, memory_length=0), "generate_until", *greedy)
+    assert without == [
+        generate(run, one or None, max_new_tokens=9, greedy=True, memory_length=0).text for one in contexts
+    ]
     first = next(text for text in texts if len(set(text)) > 1)
     until = {"until": [first[-1], ""], "max_tokens": 9, "do_sample": False}
     (stopped,) = ask(TxlLM(run), "generate_until", (contexts[texts.index(first)], until))

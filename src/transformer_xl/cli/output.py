@@ -140,14 +140,16 @@ def say_memory_length(run: Run, plan: EvaluationPlan) -> None:
         say(f"memory length {plan.context_limits.memory_length:,}: {plan.memory_length_reason}")
 
 
-def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
-    """Print a warning with the words of the texts that are not in the tokenizer's vocabulary."""
+def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes], model: str = "") -> None:
+    """Print a warning with the words of the texts that are not in the tokenizer's vocabulary; `model` names one of
+    several models."""
     if tokenizer.unk_token_id is None:
         return
-    for text in texts:
-        if unknown := tokenizer.unknown_words(text):
-            words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            note(f"not in the vocabulary, and read as {tokenizer.decode([tokenizer.unk_token_id])}: {words}")
+    unknown = list(dict.fromkeys(word for text in texts for word in tokenizer.unknown_words(text)))
+    if unknown:
+        words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        read_as = tokenizer.decode([tokenizer.unk_token_id])
+        note(f"{model and f'{model}: '}not in the vocabulary, and read as {read_as}: {words}")
 
 
 def command_line() -> str:

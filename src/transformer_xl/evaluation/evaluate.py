@@ -117,10 +117,8 @@ def evaluate(
     check_run(run)
     config = override_config(config, overrides, "split", "max_tokens", "train_split", "progress", "token_losses")
     check_progress(progress)
-    check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
+    check_max_tokens(max_tokens)
     file = None if token_losses is None else as_path(token_losses, "token_losses", "give the path of a .npy file")
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
     plan = EvaluationPlan.of_run(run, config)
     if isinstance(split, str):
         corpus = run.open_corpus()
@@ -167,6 +165,17 @@ def override_config(
         return config
     base = {} if config is None else config.model_dump(exclude_unset=True)
     return check_settings(EvaluationConfig, {**base, **overrides}, "evaluation settings")
+
+
+def check_max_tokens(max_tokens: int | None) -> None:
+    """Check a number of tokens from the start of a split.
+
+    Raises:
+        UserError: it is neither None nor an integer of 1 or more.
+    """
+    check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
 
 
 def check_token_ids(tokens_K: Tokens, vocab_size: int) -> None:

@@ -295,9 +295,15 @@ def prepare_generation(
         (by default the run's evaluation memory length); and the segment length of prompts.
 
     Raises:
-        UserError: the memory of all sequences certainly does not fit on the device.
+        UserError: the memory of all sequences certainly does not fit on the device, or `memory` has another length than
+            the configured one.
     """
     check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
+    if memory is not None and config.memory_length not in (None, 0, memory.length):  # 0: read by single tokens
+        raise UserError(
+            f"memory_length {config.memory_length:,} and a memory of {memory.length:,} slots were both given; leave "
+            "memory_length out"
+        )
     model, plan = run.inference(config.dtype), memory_plan(run, config.memory_length)
     fits_segment = run.config.train.num_inputs
     num_slots = plan.context_limits.memory_length or fits_segment - 1

@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {name: [Document(name, [text])] for name, text in texts.items()},
         name="words",
         source="a test",
-        tokenizer=WordTokenizer(("<eos>", *WORDS), eos_token="<eos>"),
+        tokenizer=WordTokenizer(("<eos>", "<unk>", *WORDS), eos_token="<eos>", unk_token="<unk>"),
     )
     runs, settings = folder / "runs", {"train": {**TRAIN, **INTERVALS}, "evaluation": {"segment_length": 90}}
     train(None, corpus, runs / "a", model=MODEL, **settings, **OPTIONS)
@@ -173,6 +173,20 @@ def test_other_tokenizers_are_compared_by_byte(made: Path, monkeypatch: pytest.M
     assert alone["difference"] / math.log(2) == pytest.approx(shown["losses"][2]["difference"], rel=1e-3)
     table = txl("runs", "compare", *runs, "--on", "page.txt").out
     assert f"{words['difference']:+.4f} ({words['difference_low']:+.4f} to" in table
+
+
+def test_unknown_words_and_lengths_below_1_are_said(
+    made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(made)
+    (tmp_path / "page.txt").write_bytes(text_of(300, seed=3) + b"zzcat\n")
+    shown = txl("runs", "compare", "runs/a", "runs/words", "--on", tmp_path / "page.txt")
+    assert [line for line in shown.err.splitlines() if "vocabulary" in line] == [
+        "note: words: not in the vocabulary, and read as <unk>: 'zzcat'"
+    ]
+    for number in (0, -5):
+        words = f"runs compare runs/a runs/group/b --split valid --max-tokens {number}"
+        assert_refused(made, words, f"max-tokens {number}: must be 1 or more", capfd)
 
 
 def test_short_text_has_no_interval(made: Path) -> None:

@@ -622,6 +622,16 @@ def _waiting(runner: RequestRunner) -> list:
     return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None, owner=guard.owner_of(""))]
 
 
+def test_requests_without_a_length_get_what_the_server_allows(run: Run) -> None:
+    """And a chat template as it is typed in a shell has line ends."""
+    with running({"tiny": run}, max_tokens=9, chat_template=r"{role}: {content}\n") as (client, _):
+        answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": [USER]}).json()
+        assert answer["usage"]["completion_tokens"] <= 9
+        assert answer["usage"]["prompt_tokens"] == len(f"user: {USER['content']}\nassistant: ")
+        assert completion_of(client, prompt="a", seed=1)["usage"]["completion_tokens"] == 9
+        assert "max_tokens 10 is above 9" in error_of(client, 400, model="tiny", prompt="a", max_tokens=10)
+
+
 def test_timeout(run: Run) -> None:
     with running({"tiny": run}, timeout=0.3) as (client, runner):
         message = error_of(client, 504, model="tiny", prompt="a", max_tokens=60_000)

@@ -109,6 +109,9 @@ def test_the_command_prints_what_the_library_computes(tmp_path: Path, monkeypatc
     rows = list(csv.DictReader(io.StringIO(Path("o.csv").read_text())))
     assert [{name: str(row[name]) for name in rows[0]} for row in expected] == rows
     table = txl("minimal-pairs", "run", "a.jsonl", "--context-field", "before").out
+    words = WordTokenizer(("<eos>", "<unk>", "cats"), eos_token="<eos>", unk_token="<unk>")
+    make_run(tmp_path / "words", tokenizer=words)
+    assert "not in the vocabulary, and read as <unk>: 'the'" in txl("minimal-pairs", "words", "b.jsonl").err
     assert "linguistics_term" not in table
     assert "syntax" in table
 

@@ -230,11 +230,13 @@ def finetune_classifier(
         arguments: further arguments of the library's function, and `json`.
     """
     from transformer_xl.apps.classify import training
+    from transformer_xl.run_folder import RunFolder
 
     if options.labels is None:
         raise UserError("a classifier needs --labels COLUMN, the column of the labels in a table")
     as_json = arguments.pop("json")
     texts, labels = read_documents(files, documents, options.labels)
+    say_unknown(RunFolder.open(base).tokenizer, texts.values())
     run = arguments.pop("run") or Path("runs", f"{files[0].name.split('.')[0]}-{base.resolve().name}")
     given = {"valid_fraction": options.valid_fraction, "loss_segments": options.loss_segments}
     arguments |= {name: value for name, value in given.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import check_outputs, print_json, print_table, printed_before_files
+from transformer_xl.cli.output import check_outputs, print_json, print_table, printed_before_files, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import check_new_file, csv_text, write_text
 from transformer_xl.progress import ProgressBar, say
@@ -139,8 +139,13 @@ def compare(
 
     text, device = None, str(device_options.choose())
     if any(value is not None for value in (on, corpus, split, max_tokens)):
-        records = list(named_records(folders).values())
-        text = CommonText.open(records, on=on, corpus=corpus, split=split or "valid", max_tokens=max_tokens)
+        from transformer_xl.run_folder import RunFolder
+
+        records = named_records(folders)
+        shared = {"on": on, "corpus": corpus, "split": split or "valid", "max_tokens": max_tokens}
+        text = CommonText.open(list(records.values()), **shared)
+        for name, record in records.items():
+            say_unknown(RunFolder.open(record.path).tokenizer, [b"".join(text.pieces)], name)
     if text is None:
         comparison = compare_runs(folders)
     else:

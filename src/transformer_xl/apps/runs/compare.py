@@ -26,7 +26,7 @@ import numpy.typing as npt
 from transformer_xl.apps.runs.records import RunRecord
 from transformer_xl.config import UserError, flatten
 from transformer_xl.display import Displayed
-from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
+from transformer_xl.evaluation.evaluate import check_max_tokens, check_token_ids, losses_in_order
 from transformer_xl.evaluation.metrics import bootstrap_means
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.evaluation.score import encode_text
@@ -100,9 +100,10 @@ class CommonText:
             max_tokens: number of tokens of a corpus, from the start of the split; None: all.
 
         Raises:
-            UserError: the runs have no corpus in common, the file or split cannot be read, or the tokenizers of runs
-                and corpus differ, and that of the corpus does not give back its text exactly.
+            UserError: `max_tokens` is below 1, the runs have no corpus in common, the file or split cannot be read, or
+                the tokenizers of runs and corpus differ, and that of the corpus does not give back its text exactly.
         """
+        check_max_tokens(max_tokens)
         tokenizers = [RunFolder.open(run.path).tokenizer for run in runs]
         is_one = not any(describe_difference(tokenizer, tokenizers[0]) for tokenizer in tokenizers)
         if on is not None:

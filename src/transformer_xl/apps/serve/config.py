@@ -43,8 +43,8 @@ class ServerConfig(Settings):
     """Size of all sessions together in bytes; when there is no room, the least recently used
     of the key that has the most bytes are deleted."""
     chat_template: str | None = None
-    """Text that each message of a chat becomes, such as '{role}: {content}\\n'; plain: that one. none:
-    /v1/chat/completions is refused."""
+    """Text that each message of a chat becomes, such as '{role}: {content}\\n' (\\n is a line end); plain: that one.
+    none: /v1/chat/completions is refused."""
     shutdown_seconds: int = Field(default=30, ge=0, le=3600)
     """Seconds that requests have to finish after SIGTERM or Ctrl-C."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -58,4 +58,4 @@ class ServerConfig(Settings):
             return _PLAIN_TEMPLATE
         if value is not None and value.count("{content}") != 1:
             raise ValueError("a chat template has {content} once, and may have {role}")
-        return value
+        return value and value.replace("\\n", "\n")  # as a shell passes it on

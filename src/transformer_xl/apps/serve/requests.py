@@ -128,7 +128,7 @@ class RequestRunner:
         completion = CompletionBody.model_construct(
             **sampling,
             prompt=chat_prompt(template, body.messages),
-            max_tokens=max(lengths, default=256),
+            max_tokens=max(lengths, default=min(256, self.config.max_tokens)),
             logprobs=body.top_logprobs if body.logprobs else None,
         )
         return await self.completion(completion, owner, session_header, message_end=end)
@@ -151,6 +151,8 @@ class RequestRunner:
         served, prompts = self.model(body.model), _prompts(body.prompt)
         session_id = body.session or session_header or None
         num_returned, max_tokens = body.n, body.max_tokens
+        if "max_tokens" not in body.model_fields_set:
+            max_tokens = min(max_tokens, self.config.max_tokens)
         num_samples = max(body.best_of or 1, num_returned)
         self._check_counts(body, len(prompts), num_samples, max_tokens)
         if session_id is not None and (len(prompts) > 1 or num_samples > 1):

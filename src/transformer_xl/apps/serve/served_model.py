@@ -16,6 +16,7 @@ from transformer_xl.inference import require_reading_memory
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
+from transformer_xl.progress import note
 from transformer_xl.reader import STRIDE, Reader
 from transformer_xl.run import Run, weights_digest
 
@@ -37,6 +38,8 @@ class ServedModel:
         """
         config, has_memory = config or ServerConfig(), run.config.model.has_memory
         self.name, self.run = name, run
+        if not has_memory and (config.memory_length or config.max_memory_length):
+            note(f"{name} has no memory, so the memory length of the server is not for it")
         self.plan = memory_plan(run, config.memory_length if has_memory else None)
         """The run's evaluation settings; its memory length is that of requests which name none."""
         longest = (config.max_memory_length or 0) if has_memory else 0

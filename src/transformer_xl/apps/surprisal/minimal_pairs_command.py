@@ -16,6 +16,7 @@ from transformer_xl.cli.output import (
     print_table,
     printed_before_files,
     say_memory_length,
+    say_unknown,
 )
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar
@@ -69,6 +70,7 @@ def minimal_pairs(
     before = "" if context is None else decode_table(str(context), read_text_file(context))
     loaded = load_and_say(run, device_options.choose(), checkpoint)
     say_memory_length(loaded, EvaluationPlan.of_run(loaded, config))
+    say_unknown(loaded.tokenizer, ["\n".join([before, *(f"{one.context}\n{one.good}\n{one.bad}" for one in pairs)])])
     with ProgressBar("score", 2 * len(pairs), "sentences") as bar:
         scores = library.minimal_pairs(loaded, pairs, config, context=before, progress=bar.advance)
     accuracies = scores.accuracies()

@@ -252,6 +252,7 @@ class TxlLM(TemplateLM):
         return {
             **settings,
             "max_new_tokens": max_new_tokens,
+            "memory_length": self.config.memory_length,
             "stop": tuple(text for text in until if text),
             "dtype": self.plan.dtype,
         }
