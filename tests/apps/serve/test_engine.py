@@ -24,6 +24,7 @@ from small_runs import MEMORY, MODELS
 
 from transformer_xl.apps.analyze.attention_maps import trace_attention
 from transformer_xl.apps.serve import engine as engine_module
+from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.engine import Engine
 from transformer_xl.apps.serve.jobs import AnswerSize, Delta, Failed, Finished, ScoredToken, TextJob
 from transformer_xl.apps.serve.served_model import ServedModel
@@ -485,3 +486,9 @@ def test_stop_string_cuts_text_and_tokens(engines) -> None:
     assert text == free.text[: free.text.index(stop)]
     assert [token.token_id for token in tokens] == list(free.token_ids[: len(tokens)])
     assert run.tokenizer.decode([token.token_id for token in tokens]) == text
+
+
+def test_a_memory_length_for_a_model_without_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    served = ServedModel("plain", make_run(tmp_path / "run", "vaswani"), ServerConfig(memory_length=64))
+    assert served.max_memory_length == 0
+    assert "plain has no memory, so the memory length of the server is not for it" in capsys.readouterr().err

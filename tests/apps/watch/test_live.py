@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
+from small_runs import make_run
 
+from transformer_xl.apps.watch.line_surprisal import LineStream, watch_lines
 from transformer_xl.apps.watch.live import FollowedFile, LiveText, SocketText
 from transformer_xl.config import UserError
+from transformer_xl.evaluation.stream import SurprisalStream
 
 
 def all_of(source: LiveText) -> bytes:
@@ -176,3 +180,17 @@ def test_a_port_for_writers() -> None:
         writer.sendall(b"line\n")
         assert all_of(source) == b"line\n"
     source.close()
+
+
+def test_lines_that_were_received_are_read_when_it_stops(tmp_path: Path) -> None:
+    source = SocketText(str(tmp_path / "socket"))
+    with socket.socket(socket.AF_UNIX) as writer:
+        writer.connect(str(tmp_path / "socket"))
+        writer.sendall(b"a line\n" * 600)
+    for _ in range(600):
+        if source._lines.qsize() == 600:
+            break
+        time.sleep(0.1)
+    lines = LineStream(SurprisalStream(make_run(tmp_path / "run")))
+    assert len(list(watch_lines(lines, source, max_delay=1, is_stopped=lambda: True))) == 600
+    assert not (tmp_path / "socket").exists()

@@ -243,4 +243,5 @@ def watch_lines(
         elif len(block) < BLOCK_BYTES and time.monotonic() - waiting_since >= max_delay:
             yield from lines.flush()
             waiting_since = None
+    yield from lines.read(source.rest())
     yield from lines.flush()

@@ -46,6 +46,10 @@ class LiveText:
         """Return the next block; empty if nothing comes within so many seconds, None after the end."""
         raise NotImplementedError
 
+    def rest(self) -> bytes:
+        """Return what has been received already and would be lost; nothing more is received."""
+        return b""
+
     def position(self) -> dict[str, Any]:
         """Return the position from which `begin_at` continues, as JSON values; empty if the text is gone then."""
         return {}
@@ -258,6 +262,11 @@ class SocketText(LiveText):
             while len(block) < BLOCK_BYTES:
                 block += self._lines.get_nowait()
         return block
+
+    @override
+    def rest(self) -> bytes:
+        self.close()
+        return b"".join([self._lines.get_nowait() for _ in range(self._lines.qsize())])
 
     @override
     def close(self) -> None:
