@@ -324,6 +324,10 @@ def test_evaluation_that_sees_less_than_training_is_said(
         ({"max_epochs": 2}, {"max_steps": 20}, 20, 5),  # what is given replaces the recipe's max_epochs
         ({"max_epochs": 2}, {"max_steps": 9, "max_epochs": 0.5}, 4, 2),
         ({}, {"max_epochs": 1}, 7, 2),
+        ({}, {"max_epochs": 3}, 17, 5),
+        # 3.5 and 3.5 of 7 steps are rounded to 4 each, and 6.6 to 7, which would leave no step to average
+        ({"max_steps": 18, "lr_schedule": "wsd", "warmup_steps": 9, "decay_steps": 9}, {"max_epochs": 1}, 7, 4),
+        ({"weight_average": "ema", "average_start_step": 16}, {"max_epochs": 1}, 7, 2),
     ],
 )
 def test_max_epochs_limits_the_steps_of_a_new_run(
@@ -340,8 +344,11 @@ def test_max_epochs_limits_the_steps_of_a_new_run(
     result = train_run(file, corpus, tmp_path / "run", train=given, device="cpu")
     config = result.run.config.train
     assert (result.step, config.max_steps, config.warmup_steps, config.max_epochs) == (steps, steps, warmup_steps, None)
-    said = f"{steps} steps instead of " in capsys.readouterr().err
-    assert said == (steps not in (17, 20))
+    said = capsys.readouterr().err
+    assert (f"{steps} steps instead of " in said) == (steps not in (17, 20))
+    # what a recipe has is a limit, and what is given would be read
+    too_short = "train.max_epochs 3 needs 19 steps, and training ends at train.max_steps 17 (2.7 epochs); give "
+    assert (too_short in said) == (given == {"max_epochs": 3})
 
 
 def test_run_with_cutoffs_above_the_default_vocabulary_size_is_a_recipe(tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ _CHANGEABLE = {
     *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "trackers"),
 }
-_STEP_COUNTS = ("warmup_steps", "decay_steps", "average_start_step")
 _MAX_STOP_SIGNALS = 3  # that let training save and end; the next one ends it at once
 _MAX_RECIPE_L2 = 0.01  # a weight decay above it is meant for adamw or muon
 
@@ -429,15 +428,27 @@ def _limit_epochs(
     num_tokens = corpus.record.splits["train"].num_tokens
     steps = math.ceil(config.max_epochs * num_tokens / checked.model.text_per_step(config))
     if steps >= config.max_steps:
+        if steps > config.max_steps and "max_epochs" in overrides:
+            epochs = config.max_epochs * config.max_steps / steps
+            note(
+                f"train.max_epochs {config.max_epochs:g} needs {steps:,} steps, and training ends at train.max_steps "
+                f"{config.max_steps:,} ({epochs:.2g} epochs); give train.max_steps {steps} too for all of them",
+                log,
+            )
         return {"max_epochs": None}
     log(
         f"{steps:,} steps instead of {config.max_steps:,}, as the training text has {num_tokens:,} tokens and "
         f"train.max_epochs is {config.max_epochs:g}"
     )
-    scaled = {
-        name: round(getattr(config, name) * steps / config.max_steps) for name in _STEP_COUNTS if name not in overrides
-    }
-    return {"max_epochs": None, "max_steps": steps, **scaled}
+
+    def scaled(name: str, most: int = INT32_MAX) -> int:
+        value = getattr(config, name)
+        return value if name in overrides else max(0, min(round(value * steps / config.max_steps), most))
+
+    # each is rounded by itself, so together they could be a step more than there are
+    warmup, start = scaled("warmup_steps"), scaled("average_start_step", steps - 1)
+    of_steps = {"warmup_steps": warmup, "decay_steps": scaled("decay_steps", steps - warmup)}
+    return {"max_epochs": None, "max_steps": steps, **of_steps, "average_start_step": start}
 
 
 def _resume(
