@@ -130,6 +130,7 @@ def test_attention_window_makes_losses_independent_of_the_segment(
         (3, 3, ContextLimits(5, attention_window=7)),
         (97, 5, ContextLimits(3)),
         (3, 101, ContextLimits(11)),
+        (8, 4, ContextLimits(1)),
     ],
 )
 @pytest.mark.parametrize("settings", [{"n_layers": 1}, {"n_layers": 3}, {"n_layers": 1, "max_ngram": 6}])

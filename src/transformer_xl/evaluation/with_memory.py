@@ -65,8 +65,8 @@ def receptive_field(model: TokenModel, plan: EvaluationPlan) -> int | None:
     through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
     window = plan.context_limits.attention_window
     attended = through_memory if window is None else min(through_memory, num_layers * (window - 1))
-    # the embedding of the oldest token depends on the tokens of its n-grams that its segment's memory held
-    return attended + min(memory, model.config.max_ngram - 1)
+    # the n-grams of the oldest token, which may be of its own segment however short the memory is
+    return attended + model.config.max_ngram - 1
 
 
 def warmup_length(model: TokenModel, plan: EvaluationPlan) -> int | None:
