@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from cyclopts import Argument
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.main import COMMANDS, build_app
@@ -73,9 +75,22 @@ def test_descriptions_list_the_architectures_that_have_the_setting() -> None:
     assert "[" not in descriptions["n_layers"].removesuffix("[if not set: 6]")
 
 
-def test_every_suggestion_is_a_flag() -> None:
+def flags_of_all_commands() -> list[Argument]:
     app = build_app()
     commands = [app[name] for name in COMMANDS if name not in ("analyze", "reproduce")]
-    commands += [app[group][name] for group in ("analyze", "reproduce") for name in app[group] if name[0] != "-"]
-    names = [name for command in commands for flag in command.assemble_argument_collection() for name in flag.names]
+    groups = ("analyze", "reproduce", "runs")
+    commands += [app[group][name] for group in groups for name in app[group] if name[0] != "-"]
+    return [flag for command in commands for flag in command.assemble_argument_collection()]
+
+
+def test_every_integer_may_have_an_exponent() -> None:
+    """Which one of the two converts: cyclopts would round 1.5, and refuse 1e1."""
+    integers = [flag for flag in flags_of_all_commands() if int in (flag.hint, *get_args(flag.hint))]
+    assert len(integers) > 50
+    converters = "_convert_integer|whole_number"
+    assert [flag.name for flag in integers if not re.search(converters, str(flag.field_info.annotation))] == []
+
+
+def test_every_suggestion_is_a_flag() -> None:
+    names = [name for flag in flags_of_all_commands() for name in flag.names]
     assert set(OTHER_NAMES.values()) <= {name.removeprefix("--").rpartition(".")[2] for name in names}

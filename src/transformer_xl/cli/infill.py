@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import InfillFlags, check_flags
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import load_and_say, print_json, say_unknown
 from transformer_xl.generation.generation_config import GenerationConfig
 
@@ -18,7 +18,7 @@ def infill(
     /,
     *,
     text: str,
-    num_tokens: int = 8,
+    num_tokens: Annotated[int, Integer] = 8,
     blank: str = "___",
     settings: Annotated[InfillFlags | None, Parameter(name="*", negative=())] = None,
     checkpoint: Literal["best", "last"] = "best",
