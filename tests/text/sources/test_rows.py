@@ -247,6 +247,7 @@ def test_what_has_no_texts_is_refused_by_name(tmp_path: Path, name: str) -> None
 TABLES: dict[str, tuple[bytes, list[bytes]]] = {
     "open-quotes.tsv": (b'a\tlabel\n"Oh no\t1\nsaid "yes"\t0\n"Oh\t1\n', [b'"Oh no', b'said "yes"', b'"Oh']),
     "lines.tsv": (b'id\tbody\n1\t"a\nb ""c"""\n2\td\n', [b'a\nb "c"', b"d"]),
+    "column.tsv": (b'text\nhello, world\n\n"a "b"\n"d, e"\n', [b"hello, world", b'"a "b"', b"d, e"]),
     "number-first.csv": (b"stars,review\n5,7\n1,good\n", [b"7", b"good"]),
     "empty-first.csv": (b"id,review\n1,\n2,good\n", [b"good"]),
     "returns.csv": (b"id,review\r1,bad\r2,good\r", [b"bad", b"good"]),

@@ -190,7 +190,8 @@ def read_rows(
     if kind == "jsonl":
         return json_rows(name, _lines(chunks))
     # a carriage return alone ends a line too
-    return csv_rows(name, (line.decode() for block in line_blocks(chunks) for line in block.splitlines(keepends=True)))
+    lines = (line.decode() for block in line_blocks(chunks) for line in block.splitlines(keepends=True))
+    return csv_rows(name, lines, default="\t" if kind == "tsv" else ",")
 
 
 def line_blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -212,13 +213,16 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield from io.BytesIO(block)
 
 
-def csv_rows(name: str, lines: Iterable[str], *, quotes: bool = True) -> Iterator[tuple[str, dict[str, str]]]:
+def csv_rows(
+    name: str, lines: Iterable[str], *, quotes: bool = True, default: str = ","
+) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield where each row of a table with a header is, and its values by column.
 
     Args:
         name: name of the file, for messages.
         lines: its lines with their ends. What separates columns is found in the first.
         quotes: whether quotation marks enclose values; otherwise they belong to them.
+        default: what separates columns if the first line, of one column, does not say it.
 
     Raises:
         UserError: it is no such table.
@@ -226,7 +230,7 @@ def csv_rows(name: str, lines: Iterable[str], *, quotes: bool = True) -> Iterato
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a long document
     rest, num_before = iter(lines), 0
     first = next(rest, "")
-    delimiter = _delimiter(first)
+    delimiter = _delimiter(first, default)
     if by_excel := re.fullmatch(r"sep=(.)\s*", first):  # a line that Excel writes before the header
         delimiter, first, num_before = by_excel[1], next(rest, ""), 1
     quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
@@ -293,9 +297,9 @@ def _tsv_records(lines: Iterator[str], count: int, number: int) -> Iterator[tupl
         number += len(held)
 
 
-def _delimiter(header: str) -> str:
-    """Return what separates the columns of a header; a comma if nothing does."""
-    return max(",\t;|", key=re.sub(r'"[^"]*"', "", header).count)
+def _delimiter(header: str, default: str = ",") -> str:
+    """Return what separates the columns of a header; the default if nothing does."""
+    return max(f"{default},\t;|", key=re.sub(r'"[^"]*"', "", header).count)
 
 
 def json_rows(name: str, lines: Iterable[str | bytes], first: int = 1) -> Iterator[tuple[str, dict[str, Any]]]:
