@@ -71,6 +71,19 @@ def test_evaluation_scoring_and_generation_use_the_chosen_length(path: Path) -> 
     assert generate(run, "abc", **settings).logprobs != generate(run, "abc", memory_length=2, **settings).logprobs
 
 
+def test_length_of_a_run_that_is_evaluated_to_both_sides_is_that_of_reading_with_memory(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Method both-sides reads segments of half a block, 3 tokens, and lengths are measured with those of training."""
+    model = MODEL | {"architecture": "xlnet", "perm_size": 6, "max_gram": 2}
+    options = OPTIONS | {"model": model, "evaluation": {"method": "both-sides"}}
+    run = train_run(None, corpus, tmp_path / "run", train=SETTINGS, **options).run
+    assert run.memory_lengths is not None
+    assert run.memory_lengths.segment_length == 4
+    assert memory_plan(run, None).memory_length_reason == run.memory_lengths.describe()
+    assert EvaluationPlan.of_run(run).memory_length_reason.startswith("as trained; another was chosen")
+
+
 def test_settings_that_are_given_or_of_the_run_precede_the_chosen_length(path: Path) -> None:
     run = load(path, device="cpu")
     stated = replace(run, config=run.config.model_copy(update={"evaluation": EvaluationConfig(memory_length=3)}))

@@ -81,7 +81,7 @@ def record_memory_lengths(trainer: Trainer, is_interrupted: Callable[[], bool], 
             note(f"evaluation uses the memory length of training, because measuring others failed: {error}")
         return
     if progress:
-        say(f"memory length {measured.chosen:,}: {measured.describe()}; evaluation and generation use it")
+        say(f"memory length {measured.chosen:,}: {measured.describe()}; evaluation with memory and generation use it")
 
 
 def num_measured_tokens(config: RunConfig, split: TokenSplit, *, trained_tokens: int) -> int:
@@ -112,7 +112,7 @@ def candidate_lengths(config: RunConfig, num_tokens: int) -> list[int]:
     longest = num_tokens // _FILLS
     if is_fixed or config.model.is_recurrent or not 0 < trained <= longest:
         return []
-    plan = EvaluationPlan.resolve(config)
+    plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory"))
     if plan.segment_length > longest:
         return []
     lengths = {int(factor * trained) for factor in _FACTORS}
@@ -152,7 +152,7 @@ def measure_memory_lengths(
         segment_nats[length] = np.array([by_position[position] for position in sorted(by_position)])
         if length > trained and is_worse(segment_nats[length], segment_nats[trained]):
             break  # an even longer memory is further from training
-    plan = EvaluationPlan.resolve(config)
+    plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory"))
     return MemoryLengths(
         chosen=choose_length(segment_nats, trained),
         nats_per_token=nats,
