@@ -45,6 +45,8 @@ def test_advice_of_the_warning_on_windows_can_be_followed(folder: Path) -> None:
     command = ["evaluate", folder / "al-rfou", "--max-tokens", "50", "--json", "--attention-window", "4"]
     assert "or for a model without memory method sliding-window, to fill it" in txl(*command).err
     assert txl(*command, "--method", "sliding-window").warnings == ""
+    sweep = [*command[:-2], "--sweep-attention-window", "3,5"]
+    assert [one["memory_length"] for one in txl(*sweep).object["sweep"]] == [0, 0]
 
 
 def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) -> None:

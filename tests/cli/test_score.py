@@ -37,7 +37,7 @@ PLAIN = b"the cat\nsat"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus of three documents, a run, and texts."""
+    """Return a folder with a corpus of three documents, runs of several methods of evaluation, and texts."""
     folder = tmp_path_factory.mktemp("score") / "folder"
     (folder / "folder").mkdir(parents=True)
     words = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "it", "then", "all", "of", "them"]
@@ -48,7 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits = ["--train", *documents, "--valid", documents[0], "--test", *documents]
     assert txl("prepare", *splits, "--out", folder / "corpus").status == 0
     options = [*MODEL.split(), *TRAIN.split(), "--train.dtype=float32"]
-    assert txl("train", NO_RECIPE, "--corpus", folder / "corpus", "--run", folder / "run", *options).status == 0
+    methods = {"run": [], "windows": ["--evaluation.method=sliding-window", "--evaluation.attention-window=5"]}
+    for name, flags in methods.items():
+        words = ["train", NO_RECIPE, "--corpus", folder / "corpus", "--run", folder / name, *options, *flags]
+        assert txl(*words).status == 0
     for name, content in {"special": SPECIAL, "plain": PLAIN, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(content)
     return folder
@@ -217,6 +220,15 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     result = txl(*command, "--dtype", "bfloat16")
     assert result.warnings.startswith("note: this device has no bfloat16 instructions")
     assert result.object["dtype"] == "bfloat16"
+
+
+def test_sweep_of_windows_fills_them_where_the_method_of_the_run_has_memory(folder: Path) -> None:
+    for run, flags, lengths in (("run", [], [1, 3]), ("windows", [], [0, 0]), ("windows", ["--method=memory"], [1, 3])):
+        words = ["--sweep-attention-window=2,4", "--max-tokens=20", "--json"]
+        result = txl("evaluate", folder / run, *words, *flags)
+        assert result.status == 0, result.err
+        assert [one["attention_window"] for one in result.object["sweep"]] == [2, 4]
+        assert [one["memory_length"] for one in result.object["sweep"]] == lengths
 
 
 # Errors

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Int8, Integer, Json, parse_integers
 from transformer_xl.cli.output import load_and_say, perplexity_titles, print_json, print_table, say_memory_length
-from transformer_xl.config import WITHOUT_MEMORY, EvaluationConfig, UserError
+from transformer_xl.config import WITHOUT_MEMORY, EvaluationConfig, RunConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
 
@@ -61,17 +61,19 @@ def evaluate(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    configs = _configs(check_flags(EvaluationConfig, settings), sweep_memory_length, sweep_attention_window)
+    config = check_flags(EvaluationConfig, settings)
+    from transformer_xl.run_folder import RunFolder
+
+    folder = RunFolder.open(run)
+    configs = _configs(config, folder.config, sweep_memory_length, sweep_attention_window)
     if token_losses is not None and len(configs) > 1:
         raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
     if token_losses is not None:
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
-    folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
     loaded = load_and_say(run, device, checkpoint, int8=int8)
@@ -103,7 +105,9 @@ def evaluate(
         _print_results(f"{run}, {split}", results, folder.tokenizer)
 
 
-def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str | None) -> list[EvaluationConfig]:
+def _configs(
+    config: EvaluationConfig, run: RunConfig, memory_lengths: str | None, windows: str | None
+) -> list[EvaluationConfig]:
     """Return the settings of each evaluation: one for each length of a sweep, or only `config` without a sweep."""
     sweeps = {"memory_length": memory_lengths, "attention_window": windows}
     given = [name for name, sweep in sweeps.items() if sweep is not None]
@@ -116,7 +120,8 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
         return [config.model_copy(update={"memory_length": length}) for length in lengths]
     if windows is None:
         return [config]
-    fill_window = config.memory_length is None and config.method not in WITHOUT_MEMORY
+    method = config.method if "method" in config.model_fields_set else run.evaluation.method
+    fill_window = config.memory_length is None and run.model.has_memory and method not in WITHOUT_MEMORY
     return [
         # a query sees itself too, so a memory of window - 1 fills the window at every position of a segment
         config.model_copy(update={"attention_window": window} | ({"memory_length": window - 1} if fill_window else {}))
