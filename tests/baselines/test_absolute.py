@@ -84,7 +84,7 @@ def test_parameter_count_without_auxiliary_losses():
     [
         (lambda model: model.initial_memory(2, ContextLimits(5)), "al-rfou has no memory; give memory_length 0"),
         (lambda model: model.initial_memory(2, ContextLimits(0, clamp_length=3)), "al-rfou has no clamp_length"),
-        (lambda model: model(torch.zeros(1, 18).long()), "segment_length 18 .* 17"),
+        (lambda model: model(torch.zeros(1, 18).long()), "18 tokens at once .* 17 positions"),
         (lambda model: build_model(model_config(architecture="al-rfou")), "al-rfou needs max_position_embeddings"),
     ],
 )

@@ -269,8 +269,9 @@ class BaseModelConfig(_Architecture):
         num_positions = self.limit("max_position_embeddings")
         if num_positions is not None and segment_length > num_positions:
             raise UserError(
-                f"segment_length {segment_length:,} is longer than the {num_positions:,} positions of this model "
-                f"(max_position_embeddings); give {num_positions:,} at most"
+                f"{segment_length:,} tokens at once are more than the {num_positions:,} positions of this model "
+                f"(max_position_embeddings); give {num_positions:,} at most as segment_length and "
+                "extended_context_length together, or as attention_window of method sliding-window"
             )
 
     def check_method(self, method: EvaluationMethod) -> None:
