@@ -18,6 +18,7 @@ from transformer_xl.config import (
     load_recipe,
     merge_recipe,
     read_yaml,
+    recipe_names,
     run_settings,
 )
 from transformer_xl.config.model_config import ARCHITECTURES, RegularizationConfig, VaswaniConfig
@@ -44,6 +45,18 @@ def test_recipe_with_another_architecture_omits_settings_it_lacks() -> None:
     assert (learned.evaluation.segment_length, learned.evaluation.attention_window) == (80, 2100)
     with pytest.raises(UserError, match="n_heads is a setting of transformer-xl"):  # overrides are never omitted
         run_settings(merge_recipe(recipe, {"model": {"architecture": "lstm", "n_heads": 2}}), "settings")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_recipe_can_have_every_architecture(architecture: str) -> None:
+    """What XLNet or learned positions refuse, such as norm_first and n-grams, is omitted too."""
+    for name in recipe_names():
+        settings = merge_recipe(load_recipe(name), {"model": {"architecture": architecture, "cutoffs": ()}})
+        config = run_settings(settings, name)
+        assert config.model.n_layers == load_recipe(name).model["n_layers"]
+    given = {"model": {"architecture": "xlnet", "norm_first": True}}
+    with pytest.raises(UserError, match="norm_first true is not for xlnet; leave it out"):
+        run_settings(merge_recipe(load_recipe("fast-small"), given), "settings")
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ class BaseModelConfig(_Architecture):
     """Whether the model passes information from one segment to the next."""
     is_recurrent: ClassVar[bool] = False
     """Whether it passes a state of fixed size, which depends on all earlier tokens."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a model and of training that others have too, and this one refuses."""
 
     architecture: str
     """Name of the model architecture, a key of `ARCHITECTURES`."""
@@ -443,6 +445,13 @@ class TransformerXLConfig(RelativeConfig):
 class XLNetConfig(RelativeConfig):
     """XLNet (Yang et al. 2019), which learns to predict the tokens of a block in random orders."""
 
+    refused: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("norm_first", "attention_window", "max_ngram", "activation_penalty", "temporal_activation_penalty"),
+            *("shuffle_documents", "shuffle_length", "random_segment_lengths", "extended_context_length", "loss"),
+        }
+    )
+
     architecture: Literal["xlnet"] = "xlnet"
     norm_eps: float = Field(default=1e-12, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
@@ -604,6 +613,7 @@ class AlRfouConfig(AbsoluteConfig):
     """Transformer with learned absolute positions at every layer (Al-Rfou et al. 2018), without memory."""
 
     learns_positions: ClassVar[bool] = True
+    refused: ClassVar[frozenset[str]] = frozenset({"random_segment_lengths"})
 
     architecture: Literal["al-rfou"] = "al-rfou"
     max_position_embeddings: int | None = Field(default=None, gt=0, le=INT32_MAX)

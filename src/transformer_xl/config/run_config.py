@@ -290,7 +290,7 @@ def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig)
 def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe by group, replaced by those in `overrides`.
 
-    If the overrides choose another architecture, settings of the recipe that this architecture lacks are omitted.
+    If the overrides choose another architecture, settings of the recipe that it lacks or refuses are omitted.
     """
     groups = {"model": grouped(recipe.model), "train": recipe.train, "evaluation": recipe.evaluation}
     if "model" in overrides:
@@ -299,14 +299,16 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
     if architecture in ARCHITECTURES.keys() - {recipe.model.get("architecture", "transformer-xl")}:
         kind = ARCHITECTURES[architecture]
         # the last two are also settings of evaluation
-        lacking = {*recipe.model, "attention_window", "clamp_length"} - kind.model_fields.keys()
+        lacking = {*groups["model"], "attention_window", "clamp_length"} - kind.model_fields.keys()
         lacking |= set() if kind.has_memory else {"memory_length"}
+        lacking |= set() if kind.has_distances else {"qkv_dropout"}
+        dropped = {"model": lacking | kind.refused, "train": lacking | kind.refused, "evaluation": lacking}
         groups = {
-            group: {name: value for name, value in settings.items() if name not in lacking}
+            group: {name: value for name, value in settings.items() if name not in dropped[group]}
             for group, settings in groups.items()
         }
-        if not kind.has_distances and isinstance(regularization := groups["model"].get("regularization"), Mapping):
-            groups["model"]["regularization"] = {k: v for k, v in regularization.items() if k != "qkv_dropout"}
+        if isinstance(regularization := groups["model"].get("regularization"), Mapping):
+            groups["model"]["regularization"] = {k: v for k, v in regularization.items() if k not in dropped["model"]}
     return merge(groups, overrides)
 
 
