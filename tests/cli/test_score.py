@@ -48,12 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits = ["--train", *documents, "--valid", documents[0], "--test", *documents]
     assert txl("prepare", *splits, "--out", folder / "corpus").status == 0
     options = [*MODEL.split(), *TRAIN.split(), "--train.dtype=float32"]
-    methods = {"run": [], "windows": ["--evaluation.method=sliding-window", "--evaluation.attention-window=5"]}
+    methods = {"run": [], "learns": ["--evaluation.method=dynamic"]}
+    methods["windows"] = ["--evaluation.method=sliding-window", "--evaluation.attention-window=5"]
     for name, flags in methods.items():
         words = ["train", NO_RECIPE, "--corpus", folder / "corpus", "--run", folder / name, *options, *flags]
         assert txl(*words).status == 0
     for name, content in {"special": SPECIAL, "plain": PLAIN, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(content)
+    (folder / "pairs.jsonl").write_text('{"sentence_good": "the cat sat", "sentence_bad": "cat the sat"}\n')
     return folder
 
 
@@ -163,6 +165,34 @@ def test_no_reset_memory_scores_files_as_one_text(folder: Path, run: Run) -> Non
         for flags in ("--batch-size 1", "--batch-size 4 --segment-length 3")
     ]
     np.testing.assert_allclose(variants[1], variants[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *(("learns", f"score RUN plain.txt --json --per {per}") for per in ("token", "word")),
+        ("windows", "score RUN plain.txt --json --memory-length 8 --attention-window none"),
+        ("learns", "minimal-pairs RUN pairs.jsonl --json"),
+        ("windows", "minimal-pairs RUN pairs.jsonl --json --attention-window none"),
+    ],
+)
+def test_texts_are_read_with_memory_where_the_method_of_the_run_cannot(
+    folder: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs differ in their method alone."""
+    monkeypatch.chdir(folder)
+    found, expected = (txl(*words.replace("RUN", run).split()) for run in (name, "run"))
+    assert (found.status, found.out) == (0, expected.out)
+    method = {"learns": "dynamic", "windows": "sliding-window"}[name]
+    said = f"note: read by method memory, not {method} as txl evaluate does" in found.warnings
+    assert said == words.startswith("score")
+    assert "by method" not in expected.warnings
+
+
+def test_runs_are_compared_with_memory_where_the_method_of_one_cannot(folder: Path) -> None:
+    result = txl("runs", "compare", folder / "run", folder / "learns", "--on", folder / "document0.txt", "--json")
+    assert result.object["losses"][1]["difference"] == 0
+    assert "note: learns: read by method memory, not dynamic as txl evaluate does" in result.warnings
 
 
 # Evaluation

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformer_xl.config import UserError
+from transformer_xl.config import RunConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import NOTE, note, say
 
@@ -138,6 +138,13 @@ def say_memory_length(run: Run, plan: EvaluationPlan) -> None:
     """Print which memory length is used and why, if lengths were measured for the run and the user gave none."""
     if run.memory_lengths is not None and plan.memory_length_reason != "given":
         say(f"memory length {plan.context_limits.memory_length:,}: {plan.memory_length_reason}")
+
+
+def say_method(config: RunConfig, method: str, model: str = "") -> None:
+    """Print a note if texts are not read by the method of a run; `model` names one of several models."""
+    if method != config.evaluation.method:
+        as_evaluated = f"not {config.evaluation.method} as txl evaluate does, so losses differ"
+        note(f"{model and f'{model}: '}read by method {method}, {as_evaluated}")
 
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes], model: str = "") -> None:

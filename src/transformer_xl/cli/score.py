@@ -27,6 +27,7 @@ from transformer_xl.cli.output import (
     printable,
     printed_before_files,
     say_memory_length,
+    say_method,
     say_unknown,
 )
 from transformer_xl.config import EvaluationConfig, UserError
@@ -108,12 +109,14 @@ def score(
         items = read_all_items(contents, word_options)
     device = device_options.choose()
     loaded = load_and_say(run, device, checkpoint)
+    plan = EvaluationPlan.for_texts(loaded, config)
+    if not both_sides:
+        say_method(loaded.config, plan.method)
     if per == "word":
         from transformer_xl.apps.surprisal.command import score_words
 
         score_words(loaded, items, config, word_options, json=json)
         return
-    plan = EvaluationPlan.of_run(loaded, config)
     say_memory_length(loaded, plan)
     for warning in plan.warnings(device):
         note(warning)

@@ -190,6 +190,14 @@ class EvaluationPlan:
         method = {} if "method" in config.model_fields_set else {"method": "memory"}
         return EvaluationPlan.of_run(run, config.model_copy(update=method))
 
+    @staticmethod
+    def for_texts(run: Run, config: EvaluationConfig | None = None) -> EvaluationPlan:
+        """As `of_run`, for texts without the training text: method memory, unless `config` names one, in place of the
+        run's method dynamic, and of one without memory if `config` has a memory length."""
+        method, given = run.config.evaluation.method, EvaluationConfig() if config is None else config
+        is_memory = method == "dynamic" or (method in WITHOUT_MEMORY and given.memory_length)
+        return (EvaluationPlan.for_reading if is_memory else EvaluationPlan.of_run)(run, config)
+
     def model_of(self, run: Run) -> TokenModel:
         """Return the model of a run that reads: prepared for inference, but for some methods."""
         return run.model if self.method in WITH_PLAIN_WEIGHTS else run.inference(self.dtype)

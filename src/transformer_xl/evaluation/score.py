@@ -138,7 +138,8 @@ def score(
         texts: one text, several texts, or a mapping from names to texts.
         config: settings that override individual evaluation settings of the run. Unless it sets `reset_memory`, each
             text is scored independently of the others.
-        train_split: the training text, required by method dynamic with the optimizer rms.
+        train_split: the training text, required by method dynamic with the optimizer rms; without it, a run of that
+            method reads with memory.
         progress: called with the number of tokens scored since the last call.
         overrides: settings by name, which override those of `config`.
 
@@ -148,7 +149,7 @@ def score(
     check_run(run)
     check_progress(progress)
     config = override_config(config, overrides, "texts", "train_split", "progress")
-    plan = EvaluationPlan.of_run(run, config)
+    plan = (EvaluationPlan.of_run if train_split else EvaluationPlan.for_texts)(run, config)
     plan = replace(plan, train_tokens_K=train_split.tokens if train_split else None)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)

@@ -27,7 +27,7 @@ from transformer_xl.apps.surprisal.plot import draw_fits
 from transformer_xl.apps.surprisal.reading_time_config import ReadingTimeSweep
 from transformer_xl.apps.surprisal.reading_time_fits import ReadingTimeFits, _add_intervals, fit_reading_times
 from transformer_xl.apps.surprisal.reading_times import ReadingTimes, read_reading_times
-from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import EvaluationConfig, EvaluationMethod, RunConfig, TrainConfig, UserError
 from transformer_xl.run import Run
 from transformer_xl.text.tokenizers import ByteTokenizer
 
@@ -107,6 +107,15 @@ def test_memory_is_exact_at_any_segment_length(tmp_path: Path, architecture: str
     segments = fit(run, times, EvaluationConfig(segment_length=5), memory_lengths=(3,))
     expected, found = bits_of(run, 3, segment_length=5), column(segments, "memory_3")
     assert found == pytest.approx({name: expected[name] for name in found}, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["dynamic", "sliding-window"])
+def test_memories_are_compared_whatever_method_the_run_records(run_of, method: EvaluationMethod) -> None:
+    run = run_of(ByteTokenizer())
+    times, evaluation = simulated(run, SMALL, 3), EvaluationConfig(method=method)
+    recorded = replace(run, config=run.config.model_copy(update={"evaluation": evaluation}))
+    found, expected = (column(fit(one, times, memory_lengths=(3,)), "memory_3") for one in (recorded, run))
+    assert found == expected
 
 
 def test_a_window_is_all_that_a_token_is_predicted_from(run_of) -> None:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import check_outputs, print_json, print_table, printed_before_files, say_unknown
+from transformer_xl.cli.output import (
+    check_outputs,
+    print_json,
+    print_table,
+    printed_before_files,
+    say_method,
+    say_unknown,
+)
 from transformer_xl.config import UserError
 from transformer_xl.files import check_new_file, csv_text, write_text
 from transformer_xl.progress import ProgressBar, say
@@ -151,6 +158,8 @@ def compare(
     else:
         with ProgressBar("score", round(text.num_bytes) * len(folders), "bytes") as bar:
             comparison = compare_runs(folders, text, device=device, progress=bar.advance)
+    for row in comparison.losses:
+        say_method(comparison.runs[row["run"]].config, row["method"], row["run"])
     with printed_before_files():
         if json:
             print_json(comparison.as_dict())

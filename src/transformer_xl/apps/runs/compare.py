@@ -52,9 +52,9 @@ class RunComparison(Displayed):
     settings: Mapping[str, list[Any]]
     """The settings that differ, by name, with the value of each run (None where it has no such setting)."""
     losses: list[dict[str, Any]]
-    """For each run `nats_per_token`, `bits_per_byte` and the number of tokens, and the `difference` from the first one
-    in `measure`, with the ends of its interval, `difference_low` and `difference_high` (None if the text is too short
-    for one). Empty if no text was given."""
+    """For each run `nats_per_token`, `bits_per_byte`, number of tokens and method, and the `difference` from the first
+    one in `measure`, with the ends of its interval, `difference_low` and `difference_high` (None if the text is too
+    short for one). Empty if no text was given."""
     measure: str | None = None
     """What differences are in: nats_per_token, or bits_per_byte if tokenizers differ."""
     text: str | None = None
@@ -132,14 +132,14 @@ class CommonText:
         return CommonText(name, sum(map(len, documents)), is_one, [piece for part in parts for piece in part], first)
 
     def read_by(self, run: Run, progress: ProgressCallback | None = None) -> tuple[Floats, Floats, EvaluationPlan]:
-        """Return the losses in nats of tokens and of pieces, and how the run reads the text: as in `evaluate`."""
+        """Return the losses in nats of tokens and of pieces, and how the run reads the text: with `for_texts`."""
         tokens_K, starts_N, piece_starts = self.tokens_K, np.array(self.starts), np.zeros(1, dtype=np.int64)
         if tokens_K is None:
             parts = [encode_text(run.tokenizer, self.name, content) for content in self.pieces]
             piece_starts = np.cumsum([0, *map(len, parts[:-1])])
             tokens_K, starts_N = np.concatenate(parts), piece_starts[starts_N]
         check_token_ids(tokens_K, run.model.config.vocab_size)
-        plan, bytes_per_token = EvaluationPlan.of_run(run), self.num_bytes / len(tokens_K)
+        plan, bytes_per_token = EvaluationPlan.for_texts(run), self.num_bytes / len(tokens_K)
 
         def advance(num_tokens: int) -> None:
             if progress:
@@ -165,7 +165,8 @@ def compare_runs(
     Args:
         runs: folders of two runs or more.
         text: a text that all can read, or None to load no weights. Each run reads it as `evaluate` does, with its own
-            settings of evaluation and the memory length that was measured for it.
+            settings of evaluation and the memory length that was measured for it, but with memory in place of method
+            dynamic.
         device: as for `load`.
         progress: called with the number of bytes scored since the last call.
 
@@ -197,6 +198,7 @@ def compare_runs(
             "nats_per_token": float(nats_K.mean()),
             "bits_per_byte": float(nats_K.sum()) / math.log(2) / text.num_bytes,
             "memory_length": plan.context_limits.memory_length,
+            "method": plan.method,
         }
         for name, (nats_K, _, plan) in zip(records, read, strict=True)
     ]

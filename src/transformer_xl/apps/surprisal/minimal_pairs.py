@@ -124,7 +124,7 @@ def minimal_pairs(
         UserError: there are no pairs, settings contradict each other, or a sentence cannot be encoded.
     """
     check_run(run)
-    plan = EvaluationPlan.of_run(run, override_config(config, overrides, "pairs", "context", "progress"))
+    plan = EvaluationPlan.for_reading(run, override_config(config, overrides, "pairs", "context", "progress"))
     check_progress(progress)
     check_type(context, str, "context", "give a text")
     check_type(pairs, Sequence, "pairs", "give a list of MinimalPair")

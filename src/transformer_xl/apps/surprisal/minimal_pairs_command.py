@@ -69,7 +69,7 @@ def minimal_pairs(
     ]
     before = "" if context is None else decode_table(str(context), read_text_file(context))
     loaded = load_and_say(run, device_options.choose(), checkpoint)
-    say_memory_length(loaded, EvaluationPlan.of_run(loaded, config))
+    say_memory_length(loaded, EvaluationPlan.for_reading(loaded, config))
     say_unknown(loaded.tokenizer, ["\n".join([before, *(f"{one.context}\n{one.good}\n{one.bad}" for one in pairs)])])
     with ProgressBar("score", 2 * len(pairs), "sentences") as bar:
         scores = library.minimal_pairs(loaded, pairs, config, context=before, progress=bar.advance)

@@ -130,7 +130,7 @@ def _settings(run: Run, sweep: ReadingTimeSweep, config: EvaluationConfig | None
         limits[f"window_{length}"] = {"method": "sliding-window", "memory_length": 0, "attention_window": length}
     settings = list[_Setting]()
     for name, limit in limits.items():
-        plan = EvaluationPlan.of_run(run, override_config(given, limit))
+        plan = EvaluationPlan.for_texts(run, override_config(given, limit))
         plan = plan if "reset_memory" in given.model_fields_set else replace(plan, reset_memory=True)
         settings += [_Setting(f"{name}_ngram_{n}" if n else name, plan, n) for n in sweep.ngram_orders or [None]]
     if not settings:

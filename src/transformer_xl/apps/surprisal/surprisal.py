@@ -191,7 +191,7 @@ def surprisal_plans(
     plans: dict[str, EvaluationPlan] = {}
     for length in [None] if memory_lengths is None else memory_lengths:
         one = given if length is None else override_config(given, {"memory_length": length})
-        plan = EvaluationPlan.of_run(run, one)
+        plan = EvaluationPlan.for_texts(run, one)
         if plan.method == "dynamic":
             raise UserError("method dynamic learns from the text, so it has no surprisal alone; give method memory")
         if "reset_memory" not in given.model_fields_set:
