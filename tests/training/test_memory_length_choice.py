@@ -5,6 +5,7 @@ The run is trained with a memory of 2; the choice is replaced by 4 where it must
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformer_xl import Corpus, EvaluationConfig, UserError, evaluate, genera
 from transformer_xl import train as train_run
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.generation.generate import memory_plan
+from transformer_xl.integrations.checkpoints.convert import convert
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.training import memory_length_choice
@@ -82,6 +84,11 @@ def test_length_of_a_run_that_is_evaluated_to_both_sides_is_that_of_reading_with
     assert run.memory_lengths.segment_length == 4
     assert memory_plan(run, None).memory_length_reason == run.memory_lengths.describe()
     assert EvaluationPlan.of_run(run).memory_length_reason.startswith("as trained; another was chosen")
+
+
+def test_old_transformers_get_the_chosen_length(path: Path, tmp_path: Path) -> None:
+    convert(path, tmp_path / "hub", to="huggingface-4.37")
+    assert json.loads((tmp_path / "hub" / "config.json").read_text())["mem_len"] == 4
 
 
 def test_settings_that_are_given_or_of_the_run_precede_the_chosen_length(path: Path) -> None:

@@ -30,11 +30,14 @@ RECIPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[256, 300])
+@pytest.fixture(scope="module", params=[256, 300, "lstm"])
 def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[dict[str, Any], Path]:
-    """The JSON output and the report of a demo on a small text, of bytes and of byte-pair tokens."""
+    """The JSON output and the report of a demo on a small text, of bytes and of byte-pair tokens, and of an LSTM."""
     folder = tmp_path_factory.mktemp("demo")
     recipe = {**RECIPE, "model": {**RECIPE["model"], "vocab_size": request.param}}
+    if request.param == "lstm":
+        recipe |= {"model": {"architecture": "lstm", "vocab_size": 256, "n_layers": 1, "d_model": 16}}
+        recipe["evaluation"] = {"memory_length": 4}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     lines = (f"<line {number}>\n" + "\n" * (number % 5 == 4) for number in range(400))
     (folder / "text.txt").write_text("".join(lines))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from library_tokenizers import word_piece
 from refusals import assert_refused, do, txl
 
 from transformer_xl.apps.reproduce import reproduction, tables
@@ -24,6 +25,7 @@ from transformer_xl.apps.reproduce.systems import BY_NAME
 from transformer_xl.apps.reproduce.tables import reproduce_ablation, reproduce_context, reproduce_speed
 from transformer_xl.config import UserError
 from transformer_xl.files import lock_folder
+from transformer_xl.run_folder import RunFolder
 
 # Transformer-XL with the full loss, and learned absolute positions with half the loss (of the second half of a segment)
 SYSTEMS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
@@ -84,6 +86,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     do(f"prepare {folder}/text.txt --out {folder}/corpus")
     ablate(folder)
     return folder
+
+
+@pytest.mark.parametrize("tokenizer", ["word", "library"])
+def test_settings_that_training_completes_and_every_tokenizer(tokenizer: str, tmp_path: Path) -> None:
+    """Epochs become steps and cutoffs integers in a run, which is the same run as before for the next command."""
+    text, file = tmp_path / "text.txt", tmp_path / "tokenizer.json"
+    text.write_bytes(b"".join(b"the cat %d sat on the mat.\n" % number for number in range(400)))
+    file.write_text(json.dumps(word_piece()))
+    do(f"prepare {text} --out {tmp_path}/corpus --tokenizer {file if tokenizer == 'library' else 'word'}")
+    changes = {"model": {**MODEL, "cutoffs": "auto"}, "train": {**TRAIN, "max_epochs": 0.08}, "seeds": (1,)}
+    results = ablate(tmp_path, **changes)
+    assert ablate(tmp_path, **changes)["systems"] == results["systems"]
+    assert results["metric"] == ("perplexity" if tokenizer == "word" else "token_perplexity")
+    run = RunFolder.open(tmp_path / "out" / "runs" / "xl-full-seed1").config
+    assert run.train.max_steps < TRAIN["max_steps"]
+    assert run.model.cutoffs != "auto"
 
 
 def test_scores_equal_those_of_txl_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,7 @@ def run_demo(
     run, report = trained.run, out / "report.html"
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
+    batch_size = 1 if run.config.model.is_recurrent else _BATCH_SIZE  # whose state depends on all earlier tokens
 
     losses = out / "losses.npy"
 
@@ -155,12 +156,12 @@ def run_demo(
         return result.as_dict()
 
     nats_by_length: dict[int | None, Any] = {}
-    whole = scores("test text", num_tokens, EvaluationConfig(batch_size=_BATCH_SIZE))
+    whole = scores("test text", num_tokens, EvaluationConfig(batch_size=batch_size))
     curve = [
         scores(
             f"memory {length:,}",
             min(num_tokens, _CURVE_TOKENS),
-            EvaluationConfig(method="memory", batch_size=_BATCH_SIZE, memory_length=length),
+            EvaluationConfig(method="memory", batch_size=batch_size, memory_length=length),
         )
         for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
     ]

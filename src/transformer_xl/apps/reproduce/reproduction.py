@@ -42,6 +42,7 @@ from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.data import open_data
+from transformer_xl.training.train import complete_settings
 
 REPORT = "report.html"
 """Name of the report in the folder."""
@@ -286,8 +287,8 @@ class Reproduction:
 
     def _config(self, system: System) -> RunConfig:
         """Return the settings of a system's runs except for the seed, after checking that they can be trained."""
-        vocab_size = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
-        config = run_settings(merge(self.recipe(system), vocab_size), system.name)
+        config = run_settings(self.recipe(system), system.name)
+        config, _ = complete_settings(config, self.corpus.path, {}, lambda _: None)  # as training completes them
         open_data(config, self.corpus, choose_device(self.device))  # raises if training cannot start
         return config
 
@@ -337,10 +338,8 @@ def _check_run(run: Path, config: RunConfig, seed: int) -> None:
     """Check that a run, if it exists, has the settings of its recipe."""
     if not run.exists():
         return
-    saved, excluded = RunFolder.open(run).config, {"cutoffs"}  # auto in the recipe, integers in the run
-    expected = config.train.model_copy(update={"seed": seed})
-    is_same_model = saved.model.model_dump(exclude=excluded) == config.model.model_dump(exclude=excluded)
-    if saved.train != expected or not is_same_model:
+    saved, expected = RunFolder.open(run).config, config.train.model_copy(update={"seed": seed})
+    if saved.train != expected or saved.model != config.model:
         raise UserError(
             f"{run} has other settings than its recipe in {run.parent.parent}; delete the run, or choose another out"
         )

@@ -54,7 +54,8 @@ def reproduce_ablation(
     windows = {system: reproduction.attention_windows(system, attention_windows) for system in systems}
     reproduction.finish_runs(windows)
     tokenizer = reproduction.corpus.tokenizer
-    metric: Metric = "perplexity" if tokenizer.is_text else "token_perplexity"  # integers are not words
+    # integers are not words, and the words of another library's tokens are not known in part of a text
+    metric: Metric = "perplexity" if tokenizer.is_text and tokenizer.counts_words else "token_perplexity"
     if tokenizer.is_lossless:
         metric = "bits_per_byte"
     results: dict[str, SystemResult] = {}

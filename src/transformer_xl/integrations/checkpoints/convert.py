@@ -203,7 +203,7 @@ def _export(
             pretrained.write(out, run.config, weights, run.tokenizer, lengths, eos_token, add_bos_token, head, card)
             readers = pretrained.READERS
     else:
-        notes = huggingface.write(out, run.config, weights, run.tokenizer)
+        notes = huggingface.write(out, run.config, weights, run.tokenizer, run.memory_lengths)
         readers = huggingface.READERS
     return ConversionResult("adapter" if to == "run" else to, parameters, run.tokenizer, notes, run.weights, readers)
 

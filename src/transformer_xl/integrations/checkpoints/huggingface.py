@@ -17,7 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
+from transformer_xl.checkpoint_record import MemoryLengths
+from transformer_xl.config import EvaluationConfig, RunConfig, TransformerXLConfig, UserError
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.integrations.checkpoints import pretrained, xlnet
 from transformer_xl.integrations.checkpoints.source_config import (
@@ -195,11 +197,18 @@ def read_folder_tokenizer(folder: Path) -> Tokenizer | None:
     )
 
 
-def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> tuple[str, ...]:
+def write(
+    path: Path,
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    memory_lengths: MemoryLengths | None = None,
+) -> tuple[str, ...]:
     """Write a model as a folder that transformers 4.37.2 and older load; return notes for the user.
 
     The words go into vocab.txt, which TransfoXLTokenizer reads without unpickling, and also into vocab.json if a word
-    contains whitespace, which vocab.txt cannot represent.
+    contains whitespace, which vocab.txt cannot represent. `mem_len` is the memory length with which `evaluate` uses
+    these weights, for which losses at several lengths may have been measured (`memory_lengths`).
 
     Raises:
         UserError: the folder exists, or TransfoXL cannot express the model.
@@ -218,7 +227,8 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
             raise UserError(f"TransfoXL cannot express a model with {name} {str(value).lower()}: it has no such part")
     if model.norm_first and model.final_norm:
         raise UserError("TransfoXL cannot express a pre-norm model with a final LayerNorm (final_norm): it has none")
-    memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
+    plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory"), memory_lengths=memory_lengths)
+    memory = plan.context_limits.memory_length
     same_length, notes = _same_length(config, memory)
     if not model.attend_empty_memory:
         notes.append("TransfoXL attends to empty memory slots, this model does not: first segments will differ")
