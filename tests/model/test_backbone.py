@@ -284,6 +284,8 @@ def test_wrong_inputs_are_refused():
         r"starts has dtype torch\.int64; give torch\.bool": lambda: backbone(
             inputs_BTD, starts=mask_of([[], []], 5).long()
         ),
+        r"inputs of dtype torch\.float32, and the model has torch\.float64; give": lambda: backbone(inputs_BTD.float()),
+        r"inputs of dtype torch\.uint8": lambda: backbone(inputs_BTD.byte()),
         "starts is of type list; give a tensor": lambda: backbone(inputs_BTD, starts=[True]),
         "memory of batch size 3 for inputs of batch size 2": lambda: backbone(inputs_BTD, backbone.initial_memory(3)),
         "made by another model": lambda: backbone(inputs_BTD, make_backbone(n_layers=3).initial_memory(2)),
@@ -291,6 +293,8 @@ def test_wrong_inputs_are_refused():
             backbone.initial_memory(2, ContextLimits(5)).stacked()
         ),
         "another shape than this model": lambda: memory.with_stacked(backbone.initial_memory(3).stacked()),
+        "the saved memory has another shape than": lambda: memory.with_stacked({}),
+        r"context_limits is of type int \(64\); give ContextLimits": lambda: backbone.initial_memory(2, 64),
         "the saved memory has another shape": lambda: memory.with_stacked({"hidden": memory.stacked()["hidden"]}),
         "give the settings of the backbone": lambda: Backbone(TransformerXLConfig()),
         "d_model 14 is not divisible by n_heads 4": lambda: BackboneConfig(d_model=14, n_heads=4),

@@ -74,6 +74,11 @@ def test_invalid_limits_raise(limits, message):
         ContextLimits(*limits)
 
 
+def test_rows_are_selected_by_a_mask():
+    whole = append(empty(), layer_inputs(3)).reset([1])
+    assert_same_tensors(whole.select(torch.tensor([True, False, True])), whole.select([0, 2]))
+
+
 def test_concatenate_is_the_inverse_of_select():
     whole = append(append(empty(), layer_inputs(3)).reset([1]), layer_inputs(1, 100.0))
     joined = Memory.concatenate([whole.select([0]), whole.select([1, 2])])

@@ -14,7 +14,7 @@ import torch
 from reference import forward as oracle
 from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std, named_gradients
 
-from transformer_xl.config import TransformerXLConfig, load_recipe
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -160,3 +160,45 @@ def test_parameter_counts_with_the_paper_s_vocabulary(recipe, count):
     with torch.device("meta"):
         model = TransformerXL(TransformerXLConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == count
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.func.jvp imports
+@pytest.mark.parametrize("training", [False, True])
+def test_transforms_of_torch_func(make_model, training):
+    """Of whatever kernel is chosen: forward and reverse mode, and gradients of each batch row."""
+    model = make_model(qk_norm=True, dropout=0.4).train(training)
+    torch.manual_seed(3)
+    x_BTD, direction_BTD = torch.randn(2, 2, 5, 14, dtype=torch.float64)
+
+    def total(x_BTD):
+        torch.manual_seed(4)  # of dropout
+        return model(inputs=x_BTD)[0].sin().sum()
+
+    for name in ("auto", "cpu", "reference"):
+        model.attn_implementation = name
+        _, tangent = torch.func.jvp(total, (x_BTD,), (direction_BTD,))
+        gradient_BTD = torch.func.grad(total)(x_BTD)
+        step = 1e-6 * direction_BTD
+        with torch.autograd.forward_ad.dual_level():  # in which dropout draws the same
+            expected = (total(x_BTD + step) - total(x_BTD - step)) / 2e-6
+        assert tangent.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert (gradient_BTD * direction_BTD).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+        if not training:
+            rows_BTD = torch.func.vmap(torch.func.grad(lambda x_TD: total(x_TD[None])))(x_BTD)
+            torch.testing.assert_close(rows_BTD, gradient_BTD)
+
+
+def test_lengths_of_small_integers_and_wrong_numbers_of_keys(make_model):
+    model = make_model()
+    tokens_BT = torch.randint(23, (2, 300))
+    for lengths in (torch.tensor([10, 40], dtype=torch.uint8), torch.tensor([100, 100], dtype=torch.int8)):
+        assert_same_tensors(model(tokens_BT, lengths=lengths)[0], model(tokens_BT, lengths=lengths.long())[0])
+    for visible, message in (
+        (torch.full((1, 300), 2), r"visible of shape \(1, 300\).*expected integers of shape \(2, 300\)"),
+        (torch.full((2, 300), 2.0), r"dtype torch\.float32; expected integers"),
+        ([[2]], "visible is of type list"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model(tokens_BT, visible=visible)
+    with pytest.raises(UserError, match="this model has no `visible`; leave it out"):
+        make_model(attend_empty_memory=True)(tokens_BT, visible=torch.full((2, 300), 2))

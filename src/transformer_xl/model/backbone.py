@@ -104,6 +104,7 @@ class Backbone(RelativeModel):
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != width or not inputs_BTD.shape[1]:
             actual = f"inputs of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, steps, {width}), with one step or more")
+        self.check_dtype(inputs_BTD)
         memory = self.check_memory(memory, len(inputs_BTD))
         return self.input_proj(inputs_BTD), memory
 

@@ -139,8 +139,8 @@ class LanguageModel(ModelWithMemory):
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
         x_BTD, memory = self.embed(tokens, memory, inputs, lengths, visible)
-        assert visible is None or self.limits_visible
-        states_BTD, memory = self.run_layers(x_BTD, memory, lengths, visible)
+        lengths_B = None if lengths is None else lengths.long()
+        states_BTD, memory = self.run_layers(x_BTD, memory, lengths_B, visible)
         return [*states_BTD[:-1], self.output_dropout(states_BTD[-1])], memory
 
     @abstractmethod
@@ -284,7 +284,7 @@ class LanguageModel(ModelWithMemory):
         return self.softmax.topk(hidden, k)
 
     def num_parameters(self) -> int:
-        """Return the number of trainable parameters; shared parameters are counted once."""
+        """Return the number of parameters, trained or not; shared parameters are counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def check_not_quantized(self, what: str) -> None:
@@ -377,17 +377,30 @@ class LanguageModel(ModelWithMemory):
             )
         if lengths_B is not None and (lengths_B.is_floating_point() or lengths_B.dtype == torch.bool):
             raise UserError(f"lengths of dtype {lengths_B.dtype}; give integers, the number of tokens of each row")
+        if visible_BT is not None:
+            self._check_visible(visible_BT, inputs_BTD)
+        lengths_B = None if lengths_B is None else lengths_B.long()  # small integers wrap around in sums
         if lengths_B is not None and lengths_B.device.type == "cpu" and not torch.compiler.is_compiling():
             num_new = inputs_BTD.shape[1]
             if ((lengths_B < 0) | (lengths_B > num_new)).any():
                 raise UserError(f"lengths {lengths_B.tolist()}: each must be 0 to {num_new}, the tokens of a row")
         memory = self.check_memory(memory, len(inputs_BTD))
+        if tokens_BT is None:
+            self.check_dtype(inputs_BTD)
         if self.ngrams is None:
             return inputs_BTD, memory
         ids_BS = _ids_with_recent(tokens_BT, memory, inputs_BTD.shape[1], lengths_B)
         if tokens_BT is not None:
             inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1], visible_BT)
         return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - self.num_recent :].contiguous())
+
+    def _check_visible(self, visible_BT: Tensor, inputs_BTD: Tensor) -> None:
+        check_type(visible_BT, Tensor, "visible", "give a tensor with a number of keys for each token")
+        if not self.limits_visible:
+            raise UserError("this model has no `visible`; leave it out")
+        if visible_BT.shape != inputs_BTD.shape[:2] or visible_BT.is_floating_point():
+            actual = f"visible of shape {tuple(visible_BT.shape)} and dtype {visible_BT.dtype}"
+            raise UserError(f"{actual}; expected integers of shape {tuple(inputs_BTD.shape[:2])}, one for each token")
 
 
 def _ids_with_recent(tokens_BT: Tensor | None, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor:

@@ -238,8 +238,13 @@ class Memory(Displayed, Generic[Cache]):
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Return the memory of the given batch rows, in that order; a row may occur several times (beam search)."""
-        index = torch.as_tensor(rows, device=self.valid_B.device).long()
+        """Return the memory of the given batch rows, in that order; a row may occur several times (beam search).
+
+        Args:
+            rows: indices, or a boolean mask of shape (B,).
+        """
+        index = torch.as_tensor(rows, device=self.valid_B.device)
+        index = index if index.dtype == torch.bool else index.long()
         selected = self.map(lambda tensor: tensor[index])
         return replace(selected, valid_B=self.valid_B[index], position_B=self.position_B[index])
 
@@ -371,7 +376,8 @@ class HiddenMemory(Memory[HiddenCache]):
             UserError: a tensor is missing or has another shape.
         """
         others = {name: tensor for name, tensor in tensors.items() if name != "hidden"}
-        hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(tensors["hidden"].unbind(1))}
+        layers = tensors["hidden"].unbind(1) if "hidden" in tensors else ()
+        hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(layers)}
         return self.with_tensors({**hidden, **others})
 
 

@@ -30,13 +30,13 @@ class RMSNorm(nn.RMSNorm):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape and dtype of x, whose last dimension is normalized."""
-        if x.device.type != "cpu" or torch.compiler.is_compiling():  # torch has a kernel, or makes one
+        # torch has a kernel, or makes one, or knows its own operations alone
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         is_native = (
             self.weight.dtype == torch.promote_types(x.dtype, torch.float32)
             and x.dtype in native.DTYPES
             and native.takes("norm")
-            and not is_transformed()
         )
         normalized = native.operators().rms_norm if is_native else _normalized
         if torch.is_grad_enabled():

@@ -7,13 +7,14 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeLayerConfig
+from transformer_xl.config import RelativeLayerConfig, check_type
 from transformer_xl.model.attention import (
     AttentionContext,
     Biases,
@@ -83,6 +84,7 @@ class RelativeModel(ModelWithMemory):
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """Return an empty memory: hidden states, or keys and values in a model that was prepared for inference."""
+        check_type(context_limits, (ContextLimits, NoneType), "context_limits", "give ContextLimits(64), for example")
         limits, like, config = context_limits or self.context_limits, self.like, self.config
         # with norm_first, LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
         if self.owner is None or (config.attends_empty_slots and config.norm_first):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from transformer_xl.ops.linear import linear, multiply, multiply_weight_gradient, takes_onednn
+from transformer_xl.ops.linear import is_transformed, linear, multiply, multiply_weight_gradient, takes_onednn
 
 _MAX_LOGITS = 2**22  # maximum number of logits in memory: 16 MiB in float32
 _unchunked = ContextVar("unchunked", default=False)
@@ -38,7 +38,7 @@ def without_chunks() -> Iterator[None]:
 
 def fits_at_once(num_positions: int, num_logits: int) -> bool:
     """Return whether the logits of all positions are computed at once, not in chunks."""
-    return _unchunked.get() or num_positions * num_logits <= _MAX_LOGITS
+    return _unchunked.get() or num_positions * num_logits <= _MAX_LOGITS or is_transformed()
 
 
 def cross_entropy(logits_KV: Tensor, target_K: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from transformer_xl.ops import native
+from transformer_xl.ops.linear import is_transformed
 
 _BITS = 16  # random bits for each element
 
@@ -50,7 +51,8 @@ class FastDropout(nn.Module):
         """
         if not self.training or not self.p:
             return x.relu() if self.relu else x
-        if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling() or self.p >= 1:
+        is_by_torch = torch.compiler.is_compiling() or is_transformed()
+        if x.device.type not in ("cpu", "meta") or is_by_torch or self.p >= 1:
             x = x.relu() if self.relu else x
             if not self.variational:
                 return F.dropout(x, self.p)

@@ -12,6 +12,7 @@ from transformer_xl.config import UserError, nearest
 from transformer_xl.config.extras import install_command
 from transformer_xl.ops.kernels import cpu, native, reference, sdpa, triton
 from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
+from transformer_xl.ops.linear import is_transformed
 from transformer_xl.ops.native import operators, status
 
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
@@ -48,10 +49,15 @@ KERNELS = {
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
     """Return the kernel of that name, or for `auto` the fastest for the device and dtype.
 
+    Under torch.func and forward-mode differentiation, for which only torch's own operations have rules, it is
+    `reference` in place of `native`, `cpu` and `triton`.
+
     Raises:
         UserError: there is no kernel of that name, or it does not work with the device and dtype.
     """
     check(name)
+    if is_transformed() and name != "sdpa":
+        return KERNELS["reference"]
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if _is_fastest(kernel, device, dtype))
     if name == "triton" and not triton.installed():
