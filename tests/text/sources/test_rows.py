@@ -243,6 +243,24 @@ def test_what_has_no_texts_is_refused_by_name(tmp_path: Path, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "early.jsonl": (GOOD * 50 + b'{"text":"c"\n', "line 51: expected a JSON object"),
+    "late.jsonl": (LINES * 40 + b'{"text":"caf\xe9"}\n', r"not text in utf-8: byte [\d,]+ is 0xe9"),
+    "late.json": (json.dumps([*ROWS * 40, None]).encode(), "row 2,521: expected a JSON object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("source", ["d/a.zip", "d"])
+def test_a_fault_behind_good_rows_leaves_out_no_table(tmp_path: Path, name: str, source: str) -> None:
+    content, message = FAULTS[name]
+    files = {"good.txt": b"text\n" * 99, name: content}
+    make_files(tmp_path / "d", {"a.zip": zip_of(files)} if source == "d/a.zip" else files)
+    with pytest.raises(UserError, match=rf"{source}/{name}: {message}"):
+        prepare(tmp_path / source, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
 # a table, and its texts
 TABLES: dict[str, tuple[bytes, list[bytes]]] = {
     "open-quotes.tsv": (b'a\tlabel\n"Oh no\t1\nsaid "yes"\t0\n"Oh\t1\n', [b'"Oh no', b'said "yes"', b'"Oh']),

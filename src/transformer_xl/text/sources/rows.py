@@ -107,11 +107,13 @@ class RowFile:
             self.path.open("rb", buffering=0) as file,
         ):
             for name, content, kind in self._contents(file):
+                is_begun = False
                 try:
                     for batch in self._of_content(name, content, kind):
+                        is_begun = True
                         yield replace(batch, raw=0 if file.closed else file.tell())
                 except NotTextError as error:
-                    if self.kind is not None:
+                    if self.kind is not None or is_begun:
                         raise
                     self.left_out.append(f"{name} ({error.reason})")
 

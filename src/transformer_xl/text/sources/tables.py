@@ -321,15 +321,16 @@ def json_rows(name: str, lines: Iterable[str | bytes], first: int = 1) -> Iterat
             row = parse_json(line)
         except ValueError:
             row = None
-        yield place, _json_row(place, row)
+        yield place, _json_row(place, row, is_first=number == 1)
 
 
-def _json_row(place: str, row: Any) -> dict[str, Any]:
+def _json_row(place: str, row: Any, *, is_first: bool) -> dict[str, Any]:
     if isinstance(row, str):
         return {"text": row}
     if not isinstance(row, dict):
-        example = '{"item": 1, "text": "A sentence."}'
-        raise NotTextError(f"{place}: expected a JSON object, such as {example}; {_AS_TEXT}", "JSON without rows")
+        message = f'{place}: expected a JSON object, such as {{"item": 1, "text": "A sentence."}}; {_AS_TEXT}'
+        # a fault in a later row is one of a table, which must not be left out with a note
+        raise NotTextError(message, "JSON without rows") if is_first else UserError(message)
     return row
 
 
@@ -376,7 +377,7 @@ def _json_values(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict
             if "," in expected:
                 raise UserError(f"{place}: not JSON (no comma before it); correct it; {_AS_TEXT}")
             position, expected = end, "row" if expected == "row" else ", or ]"
-            yield place, _json_row(place, row)
+            yield place, _json_row(place, row, is_first=not number)
             number += 1
 
 
