@@ -287,6 +287,15 @@ def test_repeated_texts_make_unequal_splits_with_a_note(tmp_path: Path) -> None:
     assert any("of the text, as rows with the same text are in one split" in note for note in notes)
 
 
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_the_largest_of_few_unequal_texts_is_for_training(tmp_path: Path, seed: int) -> None:
+    sizes = {"a.txt": 11_003, "b.txt": 59_009, "c.txt": 481_003}
+    make_files(tmp_path, {"a.zip": zip_of({name: name.encode() * (size // 5) for name, size in sizes.items()})})
+    corpus = prepare(tmp_path / "a.zip", tmp_path / "c", seed=seed)
+    train, *others = (split["num_bytes"] // 5 for split in contents(corpus).values())
+    assert (train, sorted(others)) == (96_200, [2_200, 11_801])
+
+
 def test_more_refusals(tmp_path: Path) -> None:
     make_files(tmp_path, {"a.db": database(tmp_path / "made"), "a.txt": b"text\n" * 99})
     with pytest.raises(UserError, match=r"a.db is an SQLite database, not text"):

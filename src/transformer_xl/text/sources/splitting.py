@@ -135,7 +135,8 @@ def _draw(
 ) -> dict[SplitName, list[_Part]]:
     """Draw parts in the order of their keys for each split until it has about its target size.
 
-    Parts that are much larger than the target are left to train, unless there are no others.
+    Parts that are much larger than the target are left to train, unless there are no others: then one part is drawn, of
+    the size that is nearest to the target.
     """
     order = [part for _, part in sorted(zip(keys, parts, strict=True), key=lambda pair: pair[0])]
     drawn: dict[SplitName, list[_Part]] = {}
@@ -148,7 +149,8 @@ def _draw(
                 total += part.size
             elif total >= _ENOUGH * target:
                 break
-        drawn[split] = of_split or order[:1]
+        # as a ratio, so that it is rather twice the target than a few bytes; of equal ones it is the first
+        drawn[split] = of_split or sorted(order, key=lambda part: abs(math.log(part.size / target)))[:1]
         taken = set(drawn[split])
         order = [part for part in order if part not in taken]
     return drawn
