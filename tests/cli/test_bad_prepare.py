@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
         "latin.txt": TEXT + b"caf\xe9\n", "truncated.gz": gz[:-9],
         "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
         "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
-        "zip/enwik8.zip": bytes(194), "words.txt": b"a\na\n",
+        "zip/enwik8.zip": bytes(194), "words.txt": b"a\na\n", "table.csv": b"id,text\n1,gr\xf6n\n",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -65,6 +65,11 @@ BAD_COMMANDS = [
     ("prepare text.txt --encoding utf9", "--encoding utf9 is no encoding of text; give one such as utf-8"),
     ("prepare text.txt --encoding base64", "--encoding base64 is no encoding of text"),
     ("prepare text.txt --encoding utf-16", r"text.txt: not text in utf-16: .*BOM; .*--encoding binary"),
+    (
+        "prepare table.csv",
+        r"table.csv: not text in utf-8: .*--encoding binary .and --input-format text if it is a table",
+    ),
+    ("prepare table.csv --encoding binary", "table.csv: --encoding binary takes bytes, .*also --input-format text"),
     ("prepare python-stdlib --exclude x", "--exclude .*x.* cannot be used with the data set python-stdlib"),
     ("prepare ptb --include *.md --data-dir ptb", "--include .* cannot be used with the data set ptb"),
     ("prepare folder zip --exclude *", "'folder' is no file, folder or pattern with text"),

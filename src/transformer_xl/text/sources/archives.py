@@ -337,7 +337,10 @@ class NotTextError(UserError):
 
 def _not_text(name: str, encoding: str, reason: str) -> NotTextError:
     """Return the error for a file that cannot be decoded."""
-    advice = f"encoding=NAME (such as latin-1 or utf-16), or encoding={BINARY} to take its bytes as they are"
+    advice = (
+        f"encoding=NAME (such as latin-1 or utf-16), or encoding={BINARY} (and input_format=text if it is a table) to "
+        "take its bytes as they are"
+    )
     return NotTextError(f"{name}: not text in {encoding}: {reason}; leave it out, or give {advice}", reason)
 
 

@@ -136,7 +136,11 @@ class RowFile:
             text = content.read() if encoding == BINARY else b"".join(utf8_chunks(content, encoding, name))
             yield TextBatch(name, 1, 1, "", self.split, ((name, text),))
             return
-        encoding = "utf-8" if encoding == BINARY else encoding
+        if encoding == BINARY and kind not in ("parquet", "arrow"):
+            raise UserError(
+                f"{name}: encoding={BINARY} takes bytes, and rows of {kind} are text; give encoding=NAME (such as "
+                "cp1252), or also input_format=text to take all files as they are"
+            )
         if kind != "jsonl":
             column: list[str] = []
 
