@@ -10,6 +10,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import signal
 import sqlite3
 import subprocess
@@ -189,6 +190,24 @@ def test_mixed_folder_reads_each_file_by_its_own_format(tmp_path: Path) -> None:
     assert bytes(raw.split("train").tokens[:]) == files["b.jsonl"]
     named = prepare(train=tmp_path / "mixed/c.csv", out=tmp_path / "e", text_column="y")
     assert bytes(named.split("train").tokens[:]) == b"2"
+
+
+def test_json_with_comments_is_left_out_and_a_fault_of_another_file_says_how(tmp_path: Path) -> None:
+    files = {
+        "a.txt": b"a text\n",
+        "b.csv": REFUSED["columns.csv"][0],
+        "tsconfig.json": b'{\n // on\n "strict": true\n}\n',
+    }
+    folder = make_files(tmp_path / "project", files)
+    with pytest.raises(UserError, match=r"b.csv: line 3: not one value .*; or leave it out with exclude='b.csv'"):
+        prepare(train=folder, out=tmp_path / "c")
+    corpus = prepare(train=folder, out=tmp_path / "c", exclude="b.csv")
+    assert bytes(corpus.split("train").tokens[:]) == b"a text\n"
+    assert re.search(r"left out 1 of 2 files: none is text: .*tsconfig.json \(not JSON: ", corpus.notes[0])
+    with pytest.raises(
+        UserError, match=r"tsconfig.json: row 1: not JSON .*; input_format=text reads the file as it is$"
+    ):
+        prepare(folder / "tsconfig.json", tmp_path / "d")
 
 
 def database(path: Path) -> bytes:

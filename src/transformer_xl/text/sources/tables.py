@@ -369,9 +369,9 @@ def _json_values(name: str, chunks: Iterator[bytes]) -> Iterator[tuple[str, dict
                 more = b"".join(islice(chunks, 1 + (len(text) - position) // 2**20)).decode()
                 is_cut = error.msg.startswith("Unterminated string") or error.pos > len(text) - 16
                 if not more or not is_cut:
-                    raise UserError(
-                        f"{place}: not JSON ({error.msg}); correct it, or get it again; {_AS_TEXT}"
-                    ) from None
+                    message = f"{place}: not JSON ({error.msg}); correct it, or get it again; {_AS_TEXT}"
+                    # where even the first is not, it may be a file of settings with comments
+                    raise (UserError(message) if number else NotTextError(message, f"not JSON: {error.msg}")) from None
                 text, position = text[position:] + more, 0
                 continue
             if "," in expected:

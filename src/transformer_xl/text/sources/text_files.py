@@ -258,6 +258,10 @@ def texts_of_paths(
                 if Path(path).is_file() and (selection.codec is None or len(paths) == 1):
                     raise UserError(f"{option}{error}") from None
                 skipped.append(f"{file} ({error.reason})")
+            except UserError as error:
+                if Path(path).is_file():
+                    raise
+                raise UserError(f"{error}; or leave it out with exclude='{file.name}'") from None
         if len(texts) == num_before and not Path(path).is_file():
             raise UserError(f"{option}no file of {path} {_not_read(skipped, selection)}")
     if not texts:
