@@ -170,16 +170,16 @@ def test_mixed_folder_reads_each_file_by_its_own_format(tmp_path: Path) -> None:
     files = {
         "a.txt": b"a text\n", "b.jsonl": b'{"text":"row"}\n{"text":"row 2"}\n', "c.csv": b"x,y\n1,2\n",
         "d.csv": b"body,n\nfrom a table,1\n", "package.json": b'{\n "name": "x"}', "e.png": b"\x89PNG",
-        "f.txt": b"id,name\n1,2\n3,4\n5,6\n", "g.zip": zip_of({"x.txt": b"in zip"}),
+        "f.txt": b"id,name\n1,2\n3,4\n5,6\n", "g.zip": zip_of({"x.txt": b"in zip"}), "h.md": b'{"a": 1}\n\n# Notes\n',
     }  # fmt: skip
     make_files(tmp_path / "mixed", files)
     corpus = prepare(train=tmp_path / "mixed", out=tmp_path / "c")
-    text = b"a text\nrowrow 2from a tableid,name\n1,2\n3,4\n5,6\nin zip"
+    text = b"a text\nrowrow 2from a tableid,name\n1,2\n3,4\n5,6\nin zip" + files["h.md"]
     assert bytes(corpus.split("train").tokens[:]) == text
-    assert corpus.split("train").num_documents == 6
+    assert corpus.split("train").num_documents == 7
     left_out, like_csv, rows = (note.replace(f"{tmp_path}/mixed/", "") for note in corpus.notes)
     assert left_out == (
-        "train: left out 3 of 8 files: none is text: c.csv (no column 'text', but x, y), e.png (a picture), "
+        "train: left out 3 of 9 files: none is text: c.csv (no column 'text', but x, y), e.png (a picture), "
         "package.json (JSON, but no list of rows); name the column of the text with text_column"
     )
     assert like_csv == "read as text, but like CSV: f.txt; input_format=csv reads rows"
@@ -233,7 +233,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "digits.json": (b'[{"text":"a","n":' + b"1" * 5000 + b"}]", "digits.json: row 1: not readable .*digits"),
     "commas.json": (b'[{"text":"a"},{"text":"b"},,]', "commas.json: row 3: not JSON"),
     "no-comma.json": (b'[{"text":"a"} {"text":"b"}]', "no-comma.json: row 2: not JSON .no comma before it"),
-    "prose.txt": (b'{"a": 1}\nand a text\n', "prose.txt: line 2: expected a JSON object.*input_format=text"),
+    "prose.json": (b'{"a": 1}\nand a text\n', "prose.json: row 2: not JSON .*input_format=text"),
+    "prose": (b'{"a": 1}\nand a text\n', "prose: line 2: expected a JSON object.*input_format=text"),
     "inside.json": (b'{"data": [{"text": "a"}]}', "inside.json is JSON, but no list of rows"),
     "object.json": (b'{"a":\n1}', "object.json is JSON, but no list of rows; .*input_format=text"),
     "quotes.csv": (b'text\n"a\nb\n', "quotes.csv: line 3: not CSV"),

@@ -114,7 +114,10 @@ def _json_format(head: bytes, name: PurePath) -> InputFormat | None:
         if not is_all or (is_named and len(lists) < 2):
             return None
         return "json" if len(lists) == 1 else "jsonl"
-    if not isinstance(row, dict) or not row:
+    rest = text[_after_space(text, ends[1]) :]
+    # another text may begin with an example of JSON; a second row may be cut, or damaged
+    is_example = len(values) == 1 and rest and rest[0] != "{" and not _JSON_START.match(rest)
+    if not isinstance(row, dict) or not row or (is_example and name.suffix not in ("", ".json", ".jsonl", ".ndjson")):
         return None
     is_line = "\n" not in text[: ends[1]] and text[ends[1] :].lstrip(" \t\r")[:1] in ("", "\n")
     return "jsonl" if is_line and not lists and (is_cut or len(values) == 2 or name.suffix != ".json") else "json"
