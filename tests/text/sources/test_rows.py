@@ -15,6 +15,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -314,6 +315,17 @@ def test_the_largest_of_few_unequal_texts_is_for_training(tmp_path: Path, seed: 
     corpus = prepare(tmp_path / "a.zip", tmp_path / "c", seed=seed)
     train, *others = (split["num_bytes"] // 5 for split in contents(corpus).values())
     assert (train, sorted(others)) == (96_200, [2_200, 11_801])
+
+
+def test_hard_links_of_an_archive_are_named_in_a_note(tmp_path: Path) -> None:
+    make_files(tmp_path, {"one.txt": b"a text\n"})
+    (tmp_path / "two.txt").hardlink_to(tmp_path / "one.txt")
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        for name in ("one.txt", "two.txt"):
+            archive.add(tmp_path / name, name)
+    corpus = prepare(train=tmp_path / "a.tar.gz", out=tmp_path / "c")
+    assert corpus.split("train").num_documents == 1
+    assert f"left out files of archives: {tmp_path}/a.tar.gz/two.txt (a hard link to another file)" in corpus.notes
 
 
 def test_more_refusals(tmp_path: Path) -> None:

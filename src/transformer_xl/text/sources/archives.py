@@ -439,15 +439,18 @@ def extract(path: Path, members: Collection[str], folder: Path, progress: Progre
         for member, content in open_members(file, path, lambda member: PurePosixPath(member).name in names):
             target = temporary / PurePosixPath(member).name
             # A file at a requested path replaces one that only has the same base name.
-            if member.removeprefix("./") in members or not target.exists():
+            if content is not None and (member.removeprefix("./") in members or not target.exists()):
                 with target.open("wb") as output:
                     while chunk := content.read(CHUNK_BYTES):
                         output.write(chunk)
                         progress(f"extract {path.name}", file.tell(), total)
 
 
-def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> Generator[tuple[str, IO[bytes]]]:
-    """Yield path and content of the files in an open archive whose path is wanted, each to be read before the next."""
+def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> Generator[tuple[str, IO[bytes] | None]]:
+    """Yield path and content of the files in an open archive whose path is wanted, each to be read before the next.
+
+    A hard link has no content: it is that of a file before it, and the archive may be compressed.
+    """
     with decompressed(file, path.name) as content:
         head = content.read(512)
         content.seek(0)
@@ -463,8 +466,8 @@ def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> 
         kept = _Kept(content)
         with tarfile.open(fileobj=cast(Any, kept), mode="r|") as archive:
             for entry in archive:
-                if entry.isreg() and wanted(entry.name):
-                    yield entry.name, cast(IO[bytes], archive.extractfile(entry))
+                if (entry.isreg() or entry.islnk()) and wanted(entry.name):
+                    yield entry.name, archive.extractfile(entry) if entry.isreg() else None
             # a missing or damaged header ends the loop too; the end is blocks of zeros, with nothing after them
             end = kept.since(archive.offset)
             if len(end) < tarfile.BLOCKSIZE or end.strip(b"\0"):
