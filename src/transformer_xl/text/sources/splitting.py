@@ -150,7 +150,7 @@ def _draw(
             elif total >= _ENOUGH * target:
                 break
         # as a ratio, so that it is rather twice the target than a few bytes; of equal ones it is the first
-        drawn[split] = of_split or sorted(order, key=lambda part: abs(math.log(part.size / target)))[:1]
+        drawn[split] = of_split or sorted(order, key=lambda part: abs(math.log(max(1, part.size) / target)))[:1]
         taken = set(drawn[split])
         order = [part for part in order if part not in taken]
     return drawn
