@@ -92,11 +92,12 @@ def test_types_are_those_of_the_settings() -> None:
 
 
 CALLS = """
-from transformer_xl import Run, evaluate, finetune, generate, train
+from transformer_xl import LSTMConfig, Run, TrainConfig, evaluate, finetune, generate, train
 def calls(run: Run) -> None:
     generate(run, "a", temperature=0.5, max_new_tokens=None)
     train("tiny", "corpus", model={"cutoffs": [10], "regularization": {"output_dropout": 0.1}})
     finetune("run", "corpus", model={"dropout": 0.1}, train={"max_steps": 2})
+    train("tiny", "corpus", model=LSTMConfig(d_model=8), train=TrainConfig(max_steps=2))
     generate(run, "a", tempratur=0.5)  # wrong
     evaluate(run, memory_length="long")  # wrong
     train("tiny", "corpus", train={"learning_rat": 0.1})  # wrong

@@ -11,7 +11,7 @@ import torch
 from model_configs import settings_of
 from training_runs import MODEL, TRAIN, letters_corpus, start
 
-from transformer_xl import UserError, find_learning_rate
+from transformer_xl import TrainConfig, UserError, find_learning_rate
 from transformer_xl.model.memory import Memory
 from transformer_xl.training import find_rate
 from transformer_xl.training.batches import read_batch
@@ -139,6 +139,8 @@ def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     corpus = letters_corpus(tmp_path / "corpus")
     with pytest.raises(UserError, match="97 sequences"):
         find_learning_rate(None, corpus, train={**TRAIN, "batch_size": 97}, **OPTIONS)
+    with pytest.raises(UserError, match="ema_decay has no effect"):
+        find_learning_rate(None, corpus, train=TrainConfig(**TRAIN, ema_decay=0.5), **OPTIONS)
     with pytest.raises(UserError, match="seconds is of type str"):
         find_learning_rate(None, corpus, train=TRAIN, **OPTIONS | {"seconds": "9"})
     monkeypatch.setattr(find_rate._Training, "step", lambda _: math.nan)

@@ -15,7 +15,7 @@ from small_runs import make_run
 from tensors import assert_same_tensors
 from training_runs import MODEL, OPTIONS, SHORT, TRAIN, StopAt, make_base, make_corpus, new_corpus
 
-from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
+from transformer_xl import Corpus, Run, TrainConfig, UserError, evaluate, finetune, load, prepare, resume, save
 from transformer_xl import train as train_run
 from transformer_xl.config import ARCHITECTURES
 from transformer_xl.integrations.int8 import to_int8
@@ -34,7 +34,8 @@ def first_weights(path: Path) -> dict[str, torch.Tensor]:
 def test_weights_begin_as_those_of_the_base_and_losses_are_those_of_evaluate(architecture: str, tmp_path: Path) -> None:
     base, corpus = make_base(tmp_path, architecture=architecture), new_corpus(tmp_path)
     before = {file: file.read_bytes() for file in base.rglob("*") if file.is_file()}
-    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+    objects = {"model": ARCHITECTURES[architecture](dropout=0.0), "train": TrainConfig(**SHORT)}
+    result = finetune(base, corpus, tmp_path / "tuned", **objects, **OPTIONS)
     assert {file: file.read_bytes() for file in base.rglob("*") if file.is_file()} == before
     weights = load(base, device="cpu").model.state_dict()
     assert_same_tensors(first_weights(result.path), weights)
@@ -51,7 +52,7 @@ def test_weights_begin_as_those_of_the_base_and_losses_are_those_of_evaluate(arc
 def test_settings_of_the_model_that_change_what_its_weights_mean_are_refused(tmp_path: Path) -> None:
     """Although the weights have the same shapes."""
     base, corpus = word_runs(tmp_path, cutoffs=(4, 7), n_heads=2, learned_attention_biases=False)
-    for model in ({"cutoffs": (3, 7)}, {"n_heads": 4}, {"d_head": MODEL["d_model"]}):
+    for model in ({"cutoffs": (3, 7)}, {"n_heads": 4}, {"d_head": MODEL["d_model"]}, {"architecture": "shaw"}):
         with pytest.raises(UserError, match=f"model.{next(iter(model))} cannot change in fine-tuning"):
             finetune(base, corpus, tmp_path / "tuned", model=model, replace_tokenizer=True, train=SHORT, **OPTIONS)
     assert not (tmp_path / "tuned").exists()

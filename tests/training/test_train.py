@@ -19,7 +19,19 @@ from tensors import assert_same_tensors
 from training_runs import MODEL, TRAIN, StopAt, StopInValidation, letters_corpus
 from typing_extensions import override
 
-from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, TransformerXLConfig, UserError, load, resume, save
+from transformer_xl import (
+    Callback,
+    Corpus,
+    LSTMConfig,
+    RunConfig,
+    TrainConfig,
+    TransformerXLConfig,
+    UserError,
+    VaswaniConfig,
+    load,
+    resume,
+    save,
+)
 from transformer_xl import train as train_run
 from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import load_recipe, read_yaml
@@ -52,6 +64,35 @@ def test_config_recipe_file_and_overrides_train_the_same_model(tmp_path: Path, c
     assert saved["model"]["vocab_size"] == 256
     assert saved["corpus"]["path"] == str(corpus.path.resolve())
     assert not result.run.model.training
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "train"),
+    [
+        ("tiny", LSTMConfig(n_layers=1, d_model=14), {}),
+        (None, VaswaniConfig(**MODEL), {"memory_length": 0}),
+        ("fast-small", TransformerXLConfig(**MODEL), {"optimizer": "adam", "weight_decay": 0.05}),
+    ],
+)
+def test_object_of_a_group_is_what_was_set_and_its_architecture(
+    tmp_path: Path, corpus: Corpus, recipe: str | None, model: LSTMConfig, train: dict[str, Any]
+) -> None:
+    train = TRAIN | {"max_steps": 5} | train
+    objects = {"model": model, "train": TrainConfig(**train)}
+    values = {"model": {"architecture": model.architecture, **model.model_dump(exclude_unset=True)}, "train": train}
+    for name, groups in {"objects": objects, "values": values}.items():
+        train_run(recipe, corpus, tmp_path / name, **groups, **OPTIONS)
+    config = RunFolder.open(tmp_path / "objects").config
+    assert config == RunFolder.open(tmp_path / "values").config
+    assert type(config.model) is type(model)
+    assert resume(tmp_path / "objects", train=TrainConfig(max_steps=6), **OPTIONS).step == 6
+    # all settings of another run have some without effect
+    again = train_run(None, corpus, tmp_path / "again", model=config.model, train=config.train, **OPTIONS)
+    assert RunFolder.open(again.path).config.model == config.model
+    with pytest.raises(UserError, match="d_ngram has no effect without max_ngram 2 or more"):
+        train_run(None, corpus, tmp_path / "unused", model=type(model)(d_ngram=4), train=TrainConfig(**train))
+    with pytest.raises(UserError, match=r"train is of type int \(5\); give a dict of settings"):
+        train_run(None, corpus, tmp_path / "unused", train=5)
 
 
 def test_default_run_folder(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +363,7 @@ def test_evaluation_that_sees_less_than_training_is_said(
         ({"max_epochs": 3}, {}, 17, 5),  # 19 steps are more than max_steps
         ({"max_epochs": 2}, {"warmup_steps": 3}, 13, 3),
         ({"max_epochs": 2}, {"max_steps": 20}, 20, 5),  # what is given replaces the recipe's max_epochs
+        ({"max_epochs": 2}, TrainConfig(max_steps=20), 20, 5),
         ({"max_epochs": 2}, {"max_steps": 9, "max_epochs": 0.5}, 4, 2),
         ({}, {"max_epochs": 1}, 7, 2),
         ({}, {"max_epochs": 3}, 17, 5),
@@ -335,7 +377,7 @@ def test_max_epochs_limits_the_steps_of_a_new_run(
     corpus: Corpus,
     capsys: pytest.CaptureFixture[str],
     recipe: dict[str, float],
-    given: dict[str, float],
+    given: dict[str, float] | TrainConfig,
     steps: int,
     warmup_steps: int,
 ) -> None:

@@ -41,6 +41,7 @@ from transformer_xl.config.run_config import (
     Recipe as Recipe,
     RunConfig as RunConfig,
     checked_names as checked_names,
+    given_settings as given_settings,
     load_recipe as load_recipe,
     merge_recipe as merge_recipe,
     recipe_names as recipe_names,

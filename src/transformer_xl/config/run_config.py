@@ -16,6 +16,7 @@ from transformer_xl.config.evaluation_config import EvaluationConfig
 from transformer_xl.config.model_config import (
     ARCHITECTURES,
     AlRfouConfig,
+    BaseModelConfig,
     ModelConfig,
     RecurrentConfig,
     ShawConfig,
@@ -23,7 +24,16 @@ from transformer_xl.config.model_config import (
     grouped,
 )
 from transformer_xl.config.other_names import OTHER_NAMES
-from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
+from transformer_xl.config.settings import (
+    INT32_MAX,
+    Settings,
+    UserError,
+    check_settings,
+    check_type,
+    merge,
+    nearest,
+    read_yaml,
+)
 from transformer_xl.config.train_config import TrainConfig
 
 DEFAULT_RECIPE = "fast-small"
@@ -270,8 +280,26 @@ def checked_names(function: Callable[_Parameters, _Result]) -> Callable[_Paramet
     return call
 
 
+def given_settings(**groups: Mapping[str, Any] | Settings | None) -> dict[str, Mapping[str, Any]]:
+    """Return by name the settings that a public function was given for groups, as dictionaries, objects or None.
+
+    Of an object they are those that were set, and of a model's also the architecture, which is its class.
+
+    Raises:
+        UserError: a group is something else.
+    """
+    given: dict[str, Mapping[str, Any]] = {}
+    for name, group in groups.items():
+        check_type(group, (Mapping, Settings, type(None)), name, "give a dict of settings by name, or a config object")
+        values = group.model_dump(exclude_unset=True) if isinstance(group, Settings) else group or {}
+        architecture = {"architecture": group.architecture} if isinstance(group, BaseModelConfig) else {}
+        given[name] = grouped({**architecture, **values}) if name == "model" else values
+    return given
+
+
 def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig) -> None:
-    """Refuse settings that were given for a run and have no effect; those of a recipe are not given for it.
+    """Refuse settings that were given for a run and have no effect; those of a recipe are not given for it, nor are
+    all settings of a group, as an object from another run has them.
 
     Args:
         overrides: the given settings by group.
@@ -282,8 +310,9 @@ def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig)
     """
     tables = {"ngram_learning_rate_ratio": "model.max_ngram 2 or more"} if config.model.max_ngram == 1 else {}
     for group, unused in (("model", config.model.unused), ("train", config.train.unused | tables)):
+        given = overrides.get(group, {}).keys()
         for name, need in unused.items():
-            if name in overrides.get(group, {}):
+            if name in given and not given >= type(getattr(config, group)).model_fields.keys():
                 raise UserError(f"{group}.{name} has no effect without {need}; give that too, or leave it out")
 
 

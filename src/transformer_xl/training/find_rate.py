@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names
+from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names, given_settings
 from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.model.memory import Memory
@@ -41,6 +41,7 @@ from transformer_xl.training.stepper import Stepper
 from transformer_xl.training.train import complete_settings, corpus_folder, ignore
 
 if TYPE_CHECKING:
+    from transformer_xl.config import ModelConfig
     from transformer_xl.config.typed_settings import ModelSettings, TrainSettings
 
 _TIMED_STEPS = 5
@@ -86,8 +87,8 @@ def find_learning_rate(
     config: str | Path | RunConfig | None,
     corpus: Corpus | Path | str,
     *,
-    model: ModelSettings | None = None,
-    train: TrainSettings | None = None,
+    model: ModelSettings | ModelConfig | None = None,
+    train: TrainSettings | TrainConfig | None = None,
     seconds: float = 50.0,
     device: str = "auto",
     threads: int | None = None,
@@ -121,7 +122,7 @@ def find_learning_rate(
         raise UserError("a learning rate is found in one process; start it without torchrun")
     set_threads(threads)
     chosen = choose_device(device)
-    overrides = {"model": model or {}, "train": train or {}}
+    overrides = given_settings(model=model, train=train)
     checked, opened = complete_settings(config, corpus_folder(corpus), overrides, say if progress else ignore)
     open_data(checked, opened, chosen)
     opened.verify("train")

@@ -9,7 +9,7 @@ Shape suffix: V tokens of the new vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from transformer_xl.config import (
     check_settings,
     check_type,
     checked_names,
-    grouped,
+    given_settings,
 )
 from transformer_xl.files import as_path, quoted
 from transformer_xl.model.lora import check_lora, lora_targets, require_peft
@@ -51,6 +51,7 @@ from transformer_xl.training.train import (
 )
 
 if TYPE_CHECKING:
+    from transformer_xl.config import EvaluationConfig, ModelConfig, TrainConfig
     from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
@@ -81,9 +82,9 @@ def finetune(
     lora_dropout: float | None = None,
     lora_targets: Sequence[str] = (),
     checkpoint: CheckpointName = "best",
-    model: ModelSettings | None = None,
-    train: TrainSettings | None = None,
-    evaluation: EvaluationSettings | None = None,
+    model: ModelSettings | ModelConfig | None = None,
+    train: TrainSettings | TrainConfig | None = None,
+    evaluation: EvaluationSettings | EvaluationConfig | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -137,9 +138,7 @@ def finetune(
     assert base_run.path is not None
     check_type(replace_tokenizer, bool, "replace_tokenizer", "give True or False")
     _check_names(lora_targets, "lora_targets", "give a list of names such as ['q_proj', 'v_proj']")
-    for name, overrides in (("model", model), ("train", train), ("evaluation", evaluation)):
-        check_type(overrides, (Mapping, type(None)), name, "give a dict of settings by name")
-    changes: Overrides = grouped(model or {})
+    given = given_settings(model=model, train=train, evaluation=evaluation)
     path = corpus_folder(corpus)
     opened = Corpus.open(path)
     old_of_V = old_ids(base_run, opened)
@@ -151,19 +150,14 @@ def finetune(
     record = base_record(base_run, freeze=freeze, layer_rate_decay=layer_rate_decay, lora=lora)
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
-    settings = tuned_settings(base_run, opened.tokenizer.vocab_size, changes, record)
+    settings = tuned_settings(base_run, opened.tokenizer.vocab_size, given["model"], record)
     kept = None if old_of_V is None else num_kept(base_run, settings, old_of_V)
     record["kept_tokens"] = kept
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     # those of an adapter are drawn, beside the base's
     first = partial(first_weights, base_run.model, old_of_V) if lora is None else None
-    groups: dict[str, Overrides] = {
-        "model": changes,
-        "train": train or {},
-        "evaluation": evaluation or {},
-        "finetune": record,
-    }
+    groups: dict[str, Overrides] = {**given, "finetune": record}
     check_evaluation(base_run, opened, complete_settings(settings, path, groups, ignore)[0])
     start = partial(start_run, settings, path, as_path(run, "run"), groups, first_weights=first)
     result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
@@ -296,7 +290,8 @@ def tuned_settings(base: Run, vocab_size: int, overrides: Overrides, record: Ove
     Raises:
         UserError: a setting in `overrides` could change the weights or what they mean.
     """
-    if fixed := [name for name in overrides if name not in _CHANGEABLE]:
+    same = {"architecture": base.config.model.architecture}.items()  # an object has it too
+    if fixed := [name for name, value in overrides.items() if name not in _CHANGEABLE and (name, value) not in same]:
         raise UserError(
             f"model.{fixed[0]} cannot change in fine-tuning; leave it out. Only these settings of the model can: "
             f"{', '.join(_CHANGEABLE)}"

@@ -26,6 +26,7 @@ from transformer_xl.config import (
     UserError,
     check_type,
     checked_names,
+    given_settings,
     grouped,
     load_recipe,
     merge,
@@ -54,6 +55,7 @@ from transformer_xl.training.trackers import TrackerCallback, end_finished
 from transformer_xl.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from transformer_xl.config import EvaluationConfig, ModelConfig
     from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 Overrides = Mapping[str, Any]
@@ -127,9 +129,9 @@ def train(
     corpus: Corpus | Path | str,
     run: Path | str | None = None,
     *,
-    model: ModelSettings | None = None,
-    train: TrainSettings | None = None,
-    evaluation: EvaluationSettings | None = None,
+    model: ModelSettings | ModelConfig | None = None,
+    train: TrainSettings | TrainConfig | None = None,
+    evaluation: EvaluationSettings | EvaluationConfig | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -170,7 +172,7 @@ def train(
     corpus_path = corpus_folder(corpus)
     if run is None:
         run = default_run(corpus_path, config if isinstance(config, str | Path) else None)
-    overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
+    overrides = given_settings(model=model, train=train, evaluation=evaluation)
     start = partial(start_run, config, corpus_path, as_path(run, "run"), overrides)
     return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
@@ -182,8 +184,8 @@ def resume(
     *,
     from_step: int | None = None,
     base: Path | str | None = None,
-    train: TrainSettings | None = None,
-    evaluation: EvaluationSettings | None = None,
+    train: TrainSettings | TrainConfig | None = None,
+    evaluation: EvaluationSettings | EvaluationConfig | None = None,
     device: str = "auto",
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -216,7 +218,7 @@ def resume(
             is a different one; or a setting cannot change within a run.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    overrides = {"train": train or {}, "evaluation": evaluation or {}}
+    overrides = given_settings(train=train, evaluation=evaluation)
     path = run.path if isinstance(run, Run) else as_path(run, "run", "give the folder of a run")
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")

@@ -23,6 +23,7 @@ import transformer_xl.integrations.huggingface  # noqa: F401 (registers our mode
 from transformer_xl import (
     Classification,
     Run,
+    TrainConfig,
     UserError,
     classify,
     convert,
@@ -233,6 +234,7 @@ def test_what_cannot_be_trained_is_refused(base: Run, tmp_path: Path) -> None:
         ({"pooling": "max"}, "no pooling 'max'; give last or mean"),
         ({"freeze": ["layer.0.*"]}, "freeze 'layer.0.*' matches no parameter"),
         ({"train": {"compile": "layers"}}, "train.compile has no effect on documents with labels; leave it out"),
+        ({"train": TrainConfig(compile="layers")}, "train.compile has no effect on documents with labels"),
         ({"train": {"max_step": 1}}, "max_step"),
         ({"model": {"d_model": 8}}, "model.d_model cannot change in fine-tuning"),
         ({"evaluation": {"method": "dynamic"}}, "the method is dynamic; give method memory"),

@@ -30,7 +30,7 @@ from transformer_xl.apps.classify import classifier as classifiers
 from transformer_xl.apps.classify import embedding
 from transformer_xl.apps.classify.classifier import ClassifierRecord, Validation, label_indices
 from transformer_xl.checkpoint_record import CheckpointName
-from transformer_xl.config import TrainConfig, UserError, check_type, checked_names, grouped, merge, run_settings
+from transformer_xl.config import TrainConfig, UserError, check_type, checked_names, given_settings, merge, run_settings
 from transformer_xl.config.settings import INT32_MAX
 from transformer_xl.device import autocast, choose_device, set_threads
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -55,6 +55,7 @@ from transformer_xl.training.stepper import Stepper
 from transformer_xl.training.train import TrainResult, ignore, stop_signals
 
 if TYPE_CHECKING:
+    from transformer_xl.config import EvaluationConfig, ModelConfig
     from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 _DOCUMENTS_FILE = "documents.safetensors"
@@ -105,9 +106,9 @@ def finetune_classifier(
     freeze: Sequence[str] = (),
     layer_rate_decay: float = 1.0,
     checkpoint: CheckpointName = "best",
-    model: ModelSettings | None = None,
-    train: TrainSettings | None = None,
-    evaluation: EvaluationSettings | None = None,
+    model: ModelSettings | ModelConfig | None = None,
+    train: TrainSettings | TrainConfig | None = None,
+    evaluation: EvaluationSettings | EvaluationConfig | None = None,
     device: str = "auto",
     threads: int | None = None,
     progress: bool = True,
@@ -153,9 +154,7 @@ def finetune_classifier(
     """
     base_run, path = open_base(base, checkpoint), as_path(run, "run")
     check_new_run(path)
-    groups = {"model": grouped(model or {}), "train": train or {}}
-    for name, overrides in (*groups.items(), ("evaluation", evaluation or {})):
-        check_type(overrides, Mapping, name, "give a dict of settings by name")
+    groups = given_settings(model=model, train=train, evaluation=evaluation)
     if given := [name for name in groups["train"] if name in _OF_TEXTS]:
         raise UserError(f"train.{given[0]} has no effect on documents with labels; leave it out")
     check_type(loss_segments, int, "loss_segments", "give an integer")
@@ -167,7 +166,7 @@ def finetune_classifier(
     record = base_record(base_run, freeze=freeze, layer_rate_decay=layer_rate_decay)
     settings = tuned_settings(base_run, base_run.tokenizer.vocab_size, groups["model"], record)
     plain = {name: TrainConfig.model_fields[name].default for name in _OF_TEXTS}
-    values = settings.model_dump() | {"finetune": record, "evaluation": evaluation or {}}
+    values = settings.model_dump() | {"finetune": record, "evaluation": {}}
     config = run_settings(merge(values, {"train": plain}, groups), "settings")
     names, examples = _examples(base_run, documents, labels)
     if valid is None:
