@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forced_tokens import ForcedTokens, RecordedModel, assert_same_memory, full_pass
+from library_tokenizers import END, byte_level
 from model_configs import small_model
 from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -358,6 +359,27 @@ def test_invalid_arguments_are_refused_before_generation(run: Run, arguments: di
             call(run, prompt, **settings)
 
 
+@pytest.mark.parametrize(
+    ("eos_token_ids", "expected"), [((), (10, "length")), ((END,), (4, "eos")), (None, (4, "eos"))]
+)
+def test_document_end_ends_a_text_unless_eos_token_ids_are_given(
+    make_model, eos_token_ids: tuple[int, ...] | None, expected: tuple[int, str]
+) -> None:
+    tokenizer = BPETokenizer.from_json({"tokenizer": byte_level(), "document_end_token": "<|endoftext|>"})
+    run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
+    settings: dict[str, Any] = {} if eos_token_ids is None else {"eos_token_ids": eos_token_ids}
+    config, by_name = GenerationConfig(max_new_tokens=10, **settings), {"max_new_tokens": 10, **settings}
+    for given in ({"config": config}, by_name):
+        for prompt in ("hello", ["hello"]):
+            forced = ForcedTokens([65, 65, 65, END, *[66] * 6])
+            completion = generate(run, prompt, logits_processor=forced, **given)
+            completion = completion[0] if isinstance(completion, list) else completion
+            assert (len(completion.token_ids), completion.finish_reason) == expected
+        streamed = stream(run, "hello", logits_processor=ForcedTokens([65, 65, 65, END, *[66] * 6]), **given)
+        list(streamed)
+        assert (streamed.num_tokens, streamed.finish_reason) == expected
+
+
 def test_settings_of_another_function_are_refused(run: Run) -> None:
     memory = run.inference().initial_memory(1)
     for call, arguments, message in (
@@ -369,6 +391,8 @@ def test_settings_of_another_function_are_refused(run: Run) -> None:
         (stream, {"memory": memory}, "without a prompt"),
         (stream, {"num_samples": 2}, "num_samples"),
         (stream, {"num_beams": 2}, "num_beams"),
+        (beam_search, {"num_beams": None}, "needs num_beams; give a number"),
+        (beam_search, {"config": GenerationConfig(num_beams=None)}, "needs num_beams; give a number"),
     ):
         with pytest.raises(UserError, match=message):
             call(run, **arguments)

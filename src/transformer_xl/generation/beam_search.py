@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from transformer_xl.config import UserError
 from transformer_xl.generation.batch import GeneratedToken, check_inputs, read_prompts
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
 from transformer_xl.generation.generate import encode_prompt, prepare_generation, prompt_text, resolve_config
@@ -78,6 +79,8 @@ def beam_search(
     """
     check_run(run)
     config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
+    if config.num_beams is None:
+        raise UserError("beam_search needs num_beams; give a number, or leave it out")
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
     model, memory, segment_length = prepare_generation(run, config, memory, 1)
     hypotheses = search_token_ids(model, prompt_ids, config, memory, logits_processor, segment_length=segment_length)

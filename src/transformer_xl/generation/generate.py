@@ -193,8 +193,8 @@ def resolve_config(
 ) -> GenerationConfig:
     """Merge and check settings. The token that ends documents ends a text, unless `eos_token_ids` is given.
 
-    In descending order of precedence: `overrides`, the settings of `config` that differ from the defaults of
-    `GenerationConfig`, `defaults`, the defaults of `GenerationConfig`.
+    In descending order of precedence: `overrides`, the settings that were set in `config` (also to their defaults),
+    `defaults`, the defaults of `GenerationConfig`. So resolved settings stay as they are when they are resolved again.
 
     Returns:
         settings in which `stop_at_newline` is replaced by the tokenizer's tokens that end a line.
@@ -203,7 +203,7 @@ def resolve_config(
         UserError: an unknown setting, one that is out of range, or no token that ends a line.
     """
     check_overrides(GenerationConfig, config, overrides, ("prompt", "logits_processor", "memory"))
-    base = {} if config is None else config.model_dump(exclude_defaults=True)
+    base = {} if config is None else config.model_dump(exclude_unset=True)
     if tokenizer.document_end is not None:
         defaults = {"eos_token_ids": (tokenizer.document_end.id,), **defaults}
     config = check_settings(GenerationConfig, {**defaults, **base, **overrides}, "generation settings")

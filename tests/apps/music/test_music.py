@@ -67,6 +67,10 @@ def test_generated_tokens_become_a_midi_file(folder: Path, run: Run, tmp_path: P
     assert piece.completion.finish_reason == "eos"
     assert piece.num_notes == len(notes_of(MELODIES["minuet"][1]))
     assert piece_of(run, piece.path) == ids
+    forced = ForcedTokens([*ids, run.tokenizer.vocab_size - 1])
+    settings = {"max_new_tokens": len(ids) + 1, "eos_token_ids": (), "logits_processor": forced}
+    unended = generate_midi(run, tmp_path / "unended.mid", **settings)
+    assert (unended.completion.finish_reason, unended.num_notes) == ("length", piece.num_notes)
     # a piece that is continued is in the file, whether it is given as a file or as tokens
     forced = ForcedTokens([*ids, *ids])
     continued, from_ids = (

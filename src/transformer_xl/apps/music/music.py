@@ -74,7 +74,7 @@ def generate_midi(
         )
     check_type(prompt, (str, os.PathLike, Sequence, type(None)), "prompt", "give a MIDI file, token ids or None")
     config = resolve_config(tokenizer, config, overrides)
-    if not config.eos_token_ids and tokenizer.eos_token_id is not None:
+    if "eos_token_ids" not in config.model_fields_set and tokenizer.eos_token_id is not None:
         config = config.model_copy(update={"eos_token_ids": (tokenizer.eos_token_id,)})
     codec = midi_codec(tokenizer)
     is_ids = prompt is None or (isinstance(prompt, Sequence) and not isinstance(prompt, str))
