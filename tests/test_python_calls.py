@@ -43,6 +43,7 @@ from transformer_xl import (
     surprisal,
     train,
 )
+from transformer_xl.inference import prepare_inference
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,9 @@ WRONG_CALLS = {  # what the message must say: a call
         documents=["a"], out=path, progress=4
     ),
     "threads is of type str ('2'); give an integer": lambda run, corpus, path: resume(run, threads="2"),
+    "no dtype torch.bfloat16; give auto, float32 or bfloat16": lambda run, corpus, path: run.inference(torch.bfloat16),
+    "no dtype None; give auto, float32 or bfloat16": lambda run, corpus, path: run.inference(None),
+    "no dtype 'fp32'; give auto": lambda run, corpus, path: prepare_inference(run.model, "fp32"),
     "pairs is of type int (5); give a list": lambda run, corpus, path: minimal_pairs(run, 5),
     "pair 2 is of type tuple; give MinimalPair": lambda run, corpus, path: minimal_pairs(run, [PAIR, ("a", "b")]),
     "pair 1 has an empty sentence": lambda run, corpus, path: minimal_pairs(run, [MinimalPair("", "b")]),

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from rich.filesize import decimal
@@ -119,7 +119,13 @@ def autocast(device: torch.device, dtype: Precision) -> AbstractContextManager[o
 
 
 def resolve_dtype(device: torch.device, dtype: Precision) -> str:
-    """Return the dtype name of matrix products under `autocast`; `auto` is bfloat16 if the hardware supports it."""
+    """Return the dtype name of matrix products under `autocast`; `auto` is bfloat16 if the hardware supports it.
+
+    Raises:
+        UserError: there is no such dtype.
+    """
+    if dtype not in get_args(Precision):
+        raise UserError(f"no dtype {dtype!r}; give auto, float32 or bfloat16 as text")
     is_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16(device))
     return "bfloat16" if is_bfloat16 else "float32"
 
