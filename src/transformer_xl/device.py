@@ -118,15 +118,24 @@ def autocast(device: torch.device, dtype: Precision) -> AbstractContextManager[o
     return nullcontext()
 
 
-def resolve_dtype(device: torch.device, dtype: Precision) -> str:
-    """Return the dtype name of matrix products under `autocast`; `auto` is bfloat16 if the hardware supports it.
+def resolve_dtype(
+    device: torch.device, dtype: Precision, weights: torch.dtype = torch.float32
+) -> Literal["float32", "bfloat16"]:
+    """Return the dtype name of matrix products under `autocast`; `auto` is bfloat16 if hardware and weights support it.
+
+    Weights of float64 and float16 do not: autocast mixes their dtype with its own. Products are in theirs then.
 
     Raises:
-        UserError: there is no such dtype.
+        UserError: there is no such dtype, or it is bfloat16 and the weights do not support it.
     """
     if dtype not in get_args(Precision):
         raise UserError(f"no dtype {dtype!r}; give auto, float32 or bfloat16 as text")
-    is_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16(device))
+    is_supported = weights in (torch.float32, torch.bfloat16)
+    if dtype == "bfloat16" and not is_supported:
+        raise UserError(
+            f"bfloat16 is not for weights of {weights}; give auto for their dtype, or call float() of the model"
+        )
+    is_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and is_supported and has_bfloat16(device))
     return "bfloat16" if is_bfloat16 else "float32"
 
 

@@ -48,7 +48,7 @@ class Run(Displayed):
         Args:
             dtype: of matrix products: float32, bfloat16, or auto.
         """
-        resolved = resolve_dtype(self.model.device, dtype)
+        resolved = resolve_dtype(self.model.device, dtype, self.model.like.dtype)
         prepared, fingerprint = self._prepared.get(resolved, (None, None))
         if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
             if prepared is not None:

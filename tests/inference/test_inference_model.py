@@ -13,7 +13,7 @@ import torch
 from tensors import assert_same_tensors, copied_tensors, run_parts
 from torch import Tensor
 
-from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError
+from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError, generate, score
 from transformer_xl.config import LoraConfig, RunConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.lora import add_lora, merge_lora
@@ -70,6 +70,23 @@ def test_bfloat16_is_that_of_autocast_bit_for_bit(make_model, tokens, make):
     hidden_BTD = read(low, text_BT)
     assert torch.equal(hidden_BTD, read(plain, text_BT))
     assert torch.equal(low.nats(hidden_BTD, text_BT), plain.nats(hidden_BTD, text_BT))
+
+
+@pytest.mark.parametrize("weights", [torch.float64, torch.float16, torch.bfloat16])
+def test_auto_keeps_weights_that_bfloat16_is_not_for(make_model, monkeypatch, weights):
+    monkeypatch.setattr("transformer_xl.device.has_bfloat16", lambda _: True)
+    run = Run(make_model(vocab_size=256).to(weights), ByteTokenizer(), RunConfig())
+    settings = {"max_new_tokens": 5, "greedy": True}
+    is_low = weights == torch.bfloat16
+    assert run.inference("auto").dtype == ("bfloat16" if is_low else "float32")
+    expected = "bfloat16" if is_low else "float32"
+    assert generate(run, "hello", dtype="auto", **settings) == generate(run, "hello", dtype=expected, **settings)
+    (actual,), (same,) = score(run, "hello", dtype="auto"), score(run, "hello", dtype=expected)
+    assert actual.nats_K.tolist() == same.nats_K.tolist()
+    if not is_low:
+        for call in (generate, score):
+            with pytest.raises(UserError, match=rf"bfloat16 is not for weights of {weights}; give auto"):
+                call(run, "hello", dtype="bfloat16")
 
 
 def test_two_dtypes_side_by_side_do_not_take_each_others_memory(make_model, tokens):

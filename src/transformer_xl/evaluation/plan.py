@@ -180,8 +180,7 @@ class EvaluationPlan:
     def of_run(run: Run, config: EvaluationConfig | None = None) -> EvaluationPlan:
         """Resolve settings, also the dtype, for the weights and the device of a loaded run; arguments as `resolve`."""
         plan = EvaluationPlan.resolve(run.config, config, memory_lengths=run.memory_lengths)
-        dtype: Precision = "bfloat16" if resolve_dtype(run.model.device, plan.dtype) == "bfloat16" else "float32"
-        return replace(plan, dtype=dtype)
+        return replace(plan, dtype=resolve_dtype(run.model.device, plan.dtype, run.model.like.dtype))
 
     @staticmethod
     def for_reading(run: Run, config: EvaluationConfig | None = None) -> EvaluationPlan:

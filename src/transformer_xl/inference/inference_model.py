@@ -164,9 +164,10 @@ def prepare_inference(model: LanguageModel | Backbone, dtype: Precision = "float
 
     Args:
         model: the model, which is unchanged.
-        dtype: of matrix products: float32, bfloat16, or auto for bfloat16 where the hardware supports it.
+        dtype: of matrix products: float32 (or that of the weights), bfloat16, or auto for bfloat16 where the hardware
+            supports it and the weights are not float64 or float16.
     """
-    resolved: Precision = "bfloat16" if resolve_dtype(model.device, dtype) == "bfloat16" else "float32"
+    resolved = resolve_dtype(model.device, dtype, model.like.dtype)
     of_products = torch.bfloat16 if resolved == "bfloat16" else model.like.dtype
     prepared = with_matrices_in(model, of_products).eval().requires_grad_(False)
     prepared.owner = secrets.randbits(63)  # also unlike those of other processes, where memories are pickled
