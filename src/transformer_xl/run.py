@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from transformer_xl.run_folder import RunFolder, load_weights, model_digest
 from transformer_xl.tensor_file import SCALE, read_shapes
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer
+
+_PREPARING = threading.Lock()  # of all runs, as one with a lock of its own could not be copied or pickled
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,13 +52,14 @@ class Run(Displayed):
             dtype: of matrix products: float32, bfloat16, or auto.
         """
         resolved = resolve_dtype(self.model.device, dtype, self.model.like.dtype)
-        prepared, fingerprint = self._prepared.get(resolved, (None, None))
-        if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
-            if prepared is not None:
-                self._prepared.clear()  # those of other dtypes are of the old weights too
-            prepared = prepare_inference(self.model, dtype)
-            self._prepared[resolved] = prepared, Fingerprint(self.model)
-        return prepared
+        with _PREPARING:  # or two threads prepare one each, and refuse each other's memories
+            prepared, fingerprint = self._prepared.get(resolved, (None, None))
+            if prepared is None or fingerprint is None or not fingerprint.matches(self.model):
+                if prepared is not None:
+                    self._prepared.clear()  # those of other dtypes are of the old weights too
+                prepared = prepare_inference(self.model, dtype)
+                self._prepared[resolved] = prepared, Fingerprint(self.model)
+            return prepared
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": {}}  # a copy prepares its own

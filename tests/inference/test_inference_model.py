@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 from tensors import assert_same_tensors, copied_tensors, run_parts
 from torch import Tensor
 
-from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError, generate, score
+from transformer_xl import Backbone, BackboneConfig, TransformerXLConfig, UserError, generate, score, stream
 from transformer_xl.config import LoraConfig, RunConfig
 from transformer_xl.inference import InferenceModel, prepare_inference
 from transformer_xl.model.lora import add_lora, merge_lora
@@ -170,6 +173,28 @@ def test_weights_are_packed_within_a_context_and_dropped_after_it(tokens):
             torch.testing.assert_close(model(text_BT)[0], expected_BTD, rtol=0, atol=1e-4)
         assert not packed_layers(model)
         assert torch.equal(model(text_BT)[0], expected_BTD)
+
+
+def test_threads_that_use_a_run_first_continue_their_memories(make_model, monkeypatch):
+    both_are_here, both_began = threading.Barrier(2), threading.Barrier(2)
+
+    def slow(*arguments):
+        with suppress(threading.BrokenBarrierError):  # of one thread alone
+            both_are_here.wait(timeout=0.3)
+        return prepare_inference(*arguments)
+
+    monkeypatch.setattr("transformer_xl.run.prepare_inference", slow)
+    run = Run(make_model(vocab_size=256).float(), ByteTokenizer(), RunConfig())
+
+    def continued(_: int) -> str:
+        first = stream(run, "hello", max_new_tokens=3)
+        list(first)
+        both_began.wait(timeout=60)
+        return "".join(stream(run, "world", max_new_tokens=3, memory=first.memory()))
+
+    with ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(continued, range(2)))
+    assert texts[0] == texts[1]
 
 
 def test_a_run_prepares_again_after_changes_and_a_copy_of_it_has_no_prepared_models(make_model):
