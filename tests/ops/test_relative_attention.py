@@ -6,6 +6,7 @@ Shape suffixes: B batch size, T queries, M memory slots, S = M + T keys, P dista
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from native_operators import NATIVE
@@ -44,10 +45,12 @@ def random_case(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         "r": (keys + (0 if options["causal"] else queries - 1), heads, width),
         "content_bias": (heads, width), "position_bias": (heads, width),
     }  # fmt: skip
+    integer = np.int64 if seed % 2 else int
     if draw.random() < 0.5:
-        options["window"] = (draw.choice([None, 0, 1, 3, 20]), draw.choice([None, 0, 1, 2, 20]))
+        sides = draw.choice([None, 0, 1, 3, 20]), draw.choice([None, 0, 1, 2, 20])
+        options["window"] = tuple(None if side is None else integer(side) for side in sides)
     if draw.random() < 0.3:
-        options["chunk_size"] = draw.randint(1, 6)
+        options["chunk_size"] = integer(draw.randint(1, 6))
     if draw.random() < 0.5:
         # by another generator, so that the other arguments of a seed are those they were
         name = random.Random(seed + NUM_CASES).choice(["lengths", "lengths", "key_lengths"])
@@ -313,6 +316,8 @@ GOOD = {
         ({}, {"window": 2}, "window=2: give two integers"),
         ({}, {"window": (1.5, 2)}, r"window=\(1.5, 2\): give two integers"),
         ({}, {"chunk_size": 0}, "chunk_size=0: must be an integer, 1 or more"),
+        ({}, {"window": (True, 2)}, r"window=\(True, 2\): give two integers"),
+        ({}, {"chunk_size": True}, "chunk_size=True: must be an integer"),
         ({}, {"chunk_size": 2.0}, "chunk_size=2.0: must be an integer"),
         ({}, {"dropout": 1.0}, "dropout=1: give a probability"),
         ({}, {"scale": float("nan")}, "scale=nan: give a finite number"),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -331,7 +332,8 @@ def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str
 
 
 def test_base_must_be_whole_and_have_linear_layers(tmp_path: Path) -> None:
-    run, corpus = make_adapter(tmp_path), new_corpus(tmp_path / "more")
+    numbers = {"lora_rank": np.int64(3), "threads": np.int64(torch.get_num_threads())}
+    run, corpus = make_adapter(tmp_path, **numbers), new_corpus(tmp_path / "more")
     with pytest.raises(UserError, match=r"tuned is an adapter itself; merge it first \(txl convert .* RUN\)"):
         finetune(run, corpus, tmp_path / "no", lora_rank=2, **OPTIONS)
     whole = finetune(run, corpus, tmp_path / "whole", train=SHORT, **OPTIONS)  # all weights, from the merged ones

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -122,8 +123,10 @@ def relative_attention(
         raise UserError(f"dropout={dropout:g}: give a probability from 0 to below 1")
     if scale is not None and not math.isfinite(scale):
         raise UserError(f"scale={scale}: give a finite number, or None for 1 / sqrt(H)")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise UserError(f"chunk_size={chunk_size}: must be an integer, 1 or more")
+    if chunk_size is not None:
+        if not _is_integer(chunk_size) or chunk_size < 1:
+            raise UserError(f"chunk_size={chunk_size}: must be an integer, 1 or more")
+        chunk_size = int(chunk_size)
     all_after = 0 if causal else num_queries - 1
     window_before, window_after = _window(window, num_keys - 1, num_queries - 1)
     in_chunk = (chunk_size or 1) - 1
@@ -181,9 +184,9 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 def _window(window: tuple[int | None, int | None] | None, most: int, most_after: int) -> tuple[int, int]:
     """Return how many keys before and after its own place a query attends to."""
     sides = (None, None) if window is None else window
-    if not isinstance(sides, Sequence) or [type(side) in (int, type(None)) for side in sides] != [True, True]:
+    if not isinstance(sides, Sequence) or [side is None or _is_integer(side) for side in sides] != [True, True]:
         raise UserError(f"window={window}: give two integers, keys before and after a query, or None for all of a side")
-    before, after = sides
+    before, after = (None if side is None else int(side) for side in sides)
     for side, number in (("before", before), ("after", after)):
         if number is not None and number < 0:
             raise UserError(
@@ -194,6 +197,11 @@ def _window(window: tuple[int | None, int | None] | None, most: int, most_after:
         most if before is None else min(before, most),
         most_after if after is None else min(after, most_after),
     )
+
+
+def _is_integer(value: object) -> bool:
+    """Return whether it is an integer, also one of NumPy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _lengths(

@@ -12,7 +12,18 @@ import pytest
 from refusals import assert_refused, files, txl
 from training_runs import MODEL, OPTIONS, TRAIN, StopAt, make_corpus
 
-from transformer_xl import CommonText, RunRecord, UserError, compare_runs, evaluate, list_runs, load, score, train
+from transformer_xl import (
+    CommonText,
+    RunRecord,
+    UserError,
+    compare_runs,
+    draw_curves,
+    evaluate,
+    list_runs,
+    load,
+    score,
+    train,
+)
 from transformer_xl.apps.runs.records import COLUMNS
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
@@ -234,6 +245,14 @@ REFUSED = [
     ("plot", "no run was given"),
     ("plot runs/half", "not the folder of a run"),
 ]
+
+
+def test_one_folder_and_no_run_are_refused(made: Path) -> None:
+    for runs in (made / "runs" / "a", str(made / "runs" / "a")):
+        with pytest.raises(UserError, match=r"runs is one folder, '.*a'; give a list"):
+            compare_runs(runs)
+    with pytest.raises(UserError, match="no run was given to draw; give one or more"):
+        draw_curves({})
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])

@@ -211,8 +211,10 @@ def named_records(runs: Sequence[Path | str]) -> dict[str, RunRecord]:
     """Read the records of runs, by the name of the folder, or its path where two have one name.
 
     Raises:
-        UserError: one is no run, is damaged, or is given twice.
+        UserError: one is no run, is damaged, or is given twice; or they are one folder, not a list.
     """
+    if isinstance(runs, str | Path):
+        raise UserError(f"runs is one folder, {str(runs)!r}; give a list of them, such as ['runs/a', 'runs/b']")
     paths = [as_path(run, "run", "give the folder of a run") for run in runs]
     names = [path.resolve().name for path in paths]
     names = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]

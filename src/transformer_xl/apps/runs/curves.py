@@ -84,9 +84,11 @@ def measure(runs: Any) -> str:
     """Return the name of the loss that runs are compared by.
 
     Raises:
-        UserError: no run has metrics.
+        UserError: there is no run, or none has metrics.
     """
     found: Sequence[RunRecord] = list(runs)
+    if not found:
+        raise UserError("no run was given to draw; give one or more by name, such as {'a': RunRecord.read('runs/a')}")
     if not any(run.metrics for run in found):
         raise UserError(f"{found[0].path} has no metrics to draw; give runs that were trained (metrics.jsonl)")
     tokenizers = {run.config.corpus.tokenizer_sha256 if run.config.corpus else None for run in found}
