@@ -102,15 +102,15 @@ class ModelWithMemory(nn.Module, ABC):
             )
         return memory
 
-    def check_dtype(self, inputs_BTD: Tensor) -> None:
+    def check_dtype(self, inputs: Tensor) -> None:
         """Check that inputs have the dtype of the weights, unless autocast converts both.
 
         Raises:
             UserError: they have another.
         """
-        dtype, kind = self.like.dtype, inputs_BTD.device.type
-        if inputs_BTD.dtype != dtype and (kind == "meta" or not torch.is_autocast_enabled(kind)):
-            raise UserError(f"inputs of dtype {inputs_BTD.dtype}, and the model has {dtype}; give inputs.to({dtype})")
+        dtype, kind = self.like.dtype, inputs.device.type
+        if inputs.dtype != dtype and (kind == "meta" or not torch.is_autocast_enabled(kind)):
+            raise UserError(f"inputs of dtype {inputs.dtype}, and the model has {dtype}; give inputs.to({dtype})")
 
     def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
         """Call a layer, with activation checkpointing if it is enabled."""
