@@ -268,7 +268,7 @@ SLIDING = "evaluate run --method sliding-window --memory-length 0"
 REFUSED = [
     ("evaluate run --batch-size 0", "--batch-size.*greater than 0"),
     (f"evaluate run --segment-length {10**22}", "--segment-length.*less than or equal to 2147483647"),
-    ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
+    ("evaluate run --max-tokens 0", "--max-tokens 0: must be 1 or more"),
     (f"{SLIDING} --attention-window 5 --segment-length 3", "--segment-length was given, but method sliding-window"),
     (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out --warmup-tokens"),
     ("evaluate run --method moving", "moving"),

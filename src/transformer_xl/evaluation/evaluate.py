@@ -175,7 +175,7 @@ def check_max_tokens(max_tokens: int | None) -> None:
     """
     check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
     if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
+        raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
 
 
 def check_token_ids(tokens_K: Tokens, vocab_size: int) -> None:

@@ -197,7 +197,7 @@ def test_unknown_words_and_lengths_below_1_are_said(
     ]
     for number in (0, -5):
         words = f"runs compare runs/a runs/group/b --split valid --max-tokens {number}"
-        assert_refused(made, words, f"max-tokens {number}: must be 1 or more", capfd)
+        assert_refused(made, words, f"--max-tokens {number}: must be 1 or more", capfd)
 
 
 def test_short_text_has_no_interval(made: Path) -> None:

@@ -25,7 +25,7 @@ from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device, environment, resolve_dtype
 from transformer_xl.display import tokens_html
 from transformer_xl.evaluation.attention_by_distance import attention_of_last
-from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.evaluate import check_max_tokens, evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
@@ -131,8 +131,7 @@ def run_demo(
     start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     vocab_size = load_recipe(recipe).model.get("vocab_size") or _NUM_BYTES
     choose_device(device)
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
+    check_max_tokens(max_tokens)
     tokens = TokenizerConfig(kind="bpe", vocab_size=vocab_size) if vocab_size > _NUM_BYTES else None
     _clear(out)
     corpus = prepare("python-stdlib", out / "corpus", tokenizer=tokens)

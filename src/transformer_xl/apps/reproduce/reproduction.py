@@ -35,6 +35,7 @@ from transformer_xl.config import (
     run_settings,
 )
 from transformer_xl.device import choose_device, environment
+from transformer_xl.evaluation.evaluate import check_max_tokens
 from transformer_xl.files import as_user_error, lock_folder, write_text
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder, first_difference
@@ -129,9 +130,8 @@ class Reproduction:
         base = _base_settings(recipe, given, smoke=smoke)
         refuse_unused(given, run_settings(base, "settings"))
         choose_device(device)
+        check_max_tokens(max_tokens)
         max_tokens = (512 if smoke else 16_384) if max_tokens is None else max_tokens
-        if max_tokens < 1:
-            raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
         opened = Corpus.open(corpus)
         max_tokens = min(max_tokens, opened.split("test").num_tokens)
         reproduction = Reproduction(out, opened, base, seeds, max_tokens, device, command, smoke)
