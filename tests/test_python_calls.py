@@ -182,6 +182,17 @@ def test_wrong_arguments_raise_one_clear_line(run: Run, corpus: Corpus, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+def test_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
+    corpus = prepare(documents=["b a a b"] * 30, out=tmp_path / "corpus", num_workers=np.int64(1))
+    train_ = {**TRAIN, "max_steps": np.int64(2)}
+    run = train(None, corpus, tmp_path / "run", model=MODEL, train=train_, threads=np.int64(1), progress=False).run
+    assert run.path is not None
+    assert resume(run, from_step=np.int64(2), progress=False).step == 2
+    assert evaluate(run, max_tokens=np.int64(7)).nats == evaluate(run, max_tokens=7).nats
+    with pytest.raises(UserError, match="threads is of type bool"):
+        resume(run, threads=np.bool_(True))
+
+
 @pytest.fixture(scope="module")
 def shown(run: Run, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything that a notebook prints, each with much in it: long texts, a large vocabulary and a large batch."""

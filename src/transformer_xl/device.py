@@ -7,7 +7,6 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -56,7 +55,7 @@ def set_threads(number: int | None) -> None:
         UserError: the number is below 1 or too large.
     """
     if number is not None:
-        check_type(number, Integral, "threads", "give an integer")
+        check_type(number, int, "threads", "give an integer")
         if not 1 <= number <= _MAX_THREADS:
             raise UserError(f"threads={number}: must be between 1 and {_MAX_THREADS:,}")
         torch.set_num_threads(number)

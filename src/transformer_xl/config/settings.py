@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import yaml
@@ -32,12 +33,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+_NUMBERS: dict[type, type] = {int: Integral, float: Real}
+
+
 def check_type(value: object, kinds: type | tuple[type, ...], name: str, advice: str) -> None:
     """Check the type of an argument of a public function.
 
     Args:
         value: the argument.
-        kinds: the types that are right; a bool is no number.
+        kinds: the types that are right: int and float are those of NumPy too; a bool is no number.
         name: name of the argument, with which the message begins.
         advice: what to give instead.
 
@@ -45,7 +49,8 @@ def check_type(value: object, kinds: type | tuple[type, ...], name: str, advice:
         UserError: the type is another one.
     """
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
+    numbers = tuple(_NUMBERS[kind] for kind in allowed if kind in _NUMBERS)
+    if not isinstance(value, (*allowed, *numbers)) or (isinstance(value, bool) and bool not in allowed):
         shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
         raise UserError(f"{name} is of type {type(value).__name__}{shown}; {advice}")
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +172,7 @@ def check_max_tokens(max_tokens: int | None) -> None:
     Raises:
         UserError: it is neither None nor an integer of 1 or more.
     """
-    check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
+    check_type(max_tokens, (int, type(None)), "max_tokens", "give an integer or None")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
 

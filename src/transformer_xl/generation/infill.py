@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,7 +91,7 @@ def infill(
     """
     check_run(run)
     check_type(text, (str, bytes), "text", "give a text with blanks")
-    check_type(num_tokens, Integral, "num_tokens", "give the number of tokens in each blank")
+    check_type(num_tokens, int, "num_tokens", "give the number of tokens in each blank")
     config, tokenizer, model = resolve_config(run.tokenizer, config, overrides), run.tokenizer, run.model
     reading: dict[str, Any] = {"attention_window": None}  # one of the run is for reading from left to right
     reading |= {} if config.memory_length is None else {"memory_length": config.memory_length}

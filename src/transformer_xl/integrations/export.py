@@ -22,6 +22,7 @@ from typing_extensions import override
 from transformer_xl.architectures import build_model
 from transformer_xl.config import UserError
 from transformer_xl.config.extras import missing_extra
+from transformer_xl.config.settings import check_type
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.language_model import LanguageModel
@@ -77,8 +78,9 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     limits = EvaluationPlan.for_reading(run).context_limits
     memory_length = limits.memory_length if memory_length is None else memory_length
     for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
-        if not (isinstance(value, int) and value >= 1):
-            raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
+        check_type(value, int, name, "give 1 or more")
+        if value < 1:
+            raise UserError(f"{name} is {value}; a graph has memory as inputs and outputs, so give 1 or more")
     limits = replace(limits, memory_length=memory_length)
     for name, length in (
         ("attention_window", limits.attention_window),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -278,7 +277,7 @@ class LanguageModel(ModelWithMemory):
         Raises:
             UserError: k is below 1.
         """
-        check_type(k, Integral, "k", "give an integer")
+        check_type(k, int, "k", "give an integer")
         if k < 1:
             raise UserError(f"k {k}: must be 1 or more")
         return self.softmax.topk(hidden, k)

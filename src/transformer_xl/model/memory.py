@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from numbers import Integral
 from typing import Any, ClassVar, Generic, Self
 
 import torch
@@ -50,7 +49,7 @@ class ContextLimits:
     def __post_init__(self) -> None:
         for name, minimum in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
             value = getattr(self, name)
-            check_type(value, Integral if name == "memory_length" else (Integral, type(None)), name, "give an integer")
+            check_type(value, int if name == "memory_length" else (int, type(None)), name, "give an integer")
             if value is not None and value < minimum:
                 raise UserError(f"{name} {value} is too small; give {minimum} or more")
             if value is not None and value > INT32_MAX:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +253,7 @@ def _lora(
             "its weights (without lora_rank)"
         )
     require_peft()
-    check_type(rank, Integral, "lora_rank", "give an integer")
+    check_type(rank, int, "lora_rank", "give an integer")
     values = {
         "rank": rank,
         "alpha": 2.0 * max(rank, 1) if alpha is None else alpha,

@@ -22,7 +22,6 @@ width, L layers, N heads, H head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -295,7 +294,7 @@ class XLNet(RelativeModel, LanguageModel):
         """
         x_BTD, memory = self.embed(tokens, memory, inputs, lengths)
         batch_size, num_new = x_BTD.shape[:2]
-        check_type(num_kept, (Integral, type(None)), "num_kept", "give a number of tokens")
+        check_type(num_kept, (int, type(None)), "num_kept", "give a number of tokens")
         if (window := memory.context_limits.attention_window) is not None:
             raise UserError(f"attention_window {window:,} limits reading from left to right; to both sides, give none")
         num_kept, device = num_new if num_kept is None else num_kept, x_BTD.device

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
@@ -117,7 +116,7 @@ def checked_layer(run: Run, layer: int | None) -> int:
         UserError: the model has no such layer.
     """
     num_layers = run.config.model.n_layers
-    check_type(layer, (Integral, type(None)), "layer", "give an integer")
+    check_type(layer, (int, type(None)), "layer", "give an integer")
     if layer is not None and not 0 <= layer <= num_layers:
         raise UserError(f"layer {layer}: must be 0 (the input of the first layer) to {num_layers} (the last output)")
     return num_layers if layer is None else layer
