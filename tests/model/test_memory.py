@@ -87,8 +87,9 @@ def test_concatenate_is_the_inverse_of_select():
     full = append(empty(), layer_inputs(7))  # more tokens than slots
     assert Memory.concatenate([full, full]).all_valid
     assert not Memory.concatenate([full, empty()]).all_valid
-    with pytest.raises(AssertionError):
-        Memory.concatenate([full, full.resized(4)])  # different numbers of slots
+    for memories in ([full, full.resized(4)], []):  # different numbers of slots, and none
+        with pytest.raises(UserError, match="these memories cannot be one"):
+            Memory.concatenate(memories)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 7])

@@ -249,8 +249,13 @@ class Memory(Displayed, Generic[Cache]):
 
     @staticmethod
     def concatenate(memories: Sequence[AnyMemory]) -> AnyMemory:
-        """Return the batch rows of several memories of the same model, weights and limits as one memory."""
-        assert len({(memory.context_limits, memory.owner) for memory in memories}) == 1
+        """Return the batch rows of several memories of the same model, weights and limits as one memory.
+
+        Raises:
+            UserError: they differ in one of these, or there is none.
+        """
+        if len({(memory.context_limits, memory.owner) for memory in memories}) != 1:
+            raise UserError("these memories cannot be one; give one or more of the same model, weights and limits")
         parts = [memory.tensors() for memory in memories]
         joined = {name: torch.cat([tensors[name] for tensors in parts]) for name in parts[0]}
         return memories[0]._replaced(joined, min_valid=min(memory.min_valid for memory in memories))
