@@ -342,10 +342,6 @@ class RunFolder:
             is_cut = read_bytes(file)[-1:] not in (b"", b"\n")  # the disk was full at the last start
             stream.write("\n" * is_cut + json.dumps(line) + "\n")
 
-    def last_start(self) -> dict[str, Any] | None:
-        """Return the last line of starts.jsonl (`read_last_start`)."""
-        return read_last_start(self.path)
-
     def write_config(self) -> None:
         """Write config.yaml, if it has other settings.
 

@@ -11,6 +11,7 @@ from training_runs import StopInValidation, letters_corpus, lines_of, reopened, 
 from typing_extensions import override
 
 from transformer_xl.checkpoint_record import CheckpointRecord
+from transformer_xl.run_folder import read_last_start
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.trackers import TrackerCallback
 from transformer_xl.training.trainer import Trainer
@@ -102,7 +103,7 @@ def test_what_is_left_of_writing_does_not_stay(tmp_path: Path) -> None:
     (tmp_path / "run" / ".tmpA1b2C3").touch()
     trainer = reopened(trainer)
     trainer.folder.record_start(4, trainer.device, 1)
-    last = trainer.folder.last_start()
+    last = read_last_start(trainer.folder.path)
     assert last is not None
     assert last["step"] == 4
     assert not list((tmp_path / "run").glob(".*"))

@@ -100,6 +100,7 @@ def _run_facts(folder: RunFolder, device: torch.device) -> dict[str, Any]:
 
     from transformer_xl.architectures import build_model
     from transformer_xl.ops.kernels import choose
+    from transformer_xl.run_folder import read_last_start
 
     config, newest, metrics = folder.config, folder.latest_checkpoint(), folder.metrics()
     with torch.device("meta"):  # parameters without storage
@@ -119,7 +120,7 @@ def _run_facts(folder: RunFolder, device: torch.device) -> dict[str, Any]:
         **(weights.as_dict() if weights else {"checkpoint": None, "other_checkpoints": []}),
         "memory_lengths": lengths.model_dump(mode="json") if lengths else None,
         "newest_checkpoint": newest.name if newest else None,
-        "last_start": folder.last_start(),
+        "last_start": read_last_start(folder.path),
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
     }
 

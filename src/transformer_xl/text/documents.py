@@ -18,7 +18,7 @@ DocumentUnit = Literal["file", "line"]
 """Whether a document of a corpus is a whole file (or row, or text in memory), or one line of it."""
 
 Chunk = TypeVar("Chunk")
-_BATCH_BYTES = 2**20
+_BATCH_BYTES = 2**20  # unfinished preparations count batches of rows, so it stays
 
 
 @dataclass(frozen=True)

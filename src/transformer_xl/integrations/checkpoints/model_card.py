@@ -13,7 +13,7 @@ import yaml
 
 from transformer_xl.config import UserError
 from transformer_xl.run import Run
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import read_last_start
 from transformer_xl.text.token_store import Corpus
 
 _NAMES = {
@@ -112,7 +112,7 @@ def _training(run: Run) -> dict[str, str]:
         facts["steps"] = f"{used.step:,} of {train.max_steps:,}"
         facts["tokens in a step"] = f"{train.batch_size:,} x {train.segment_length:,}"
         facts["optimizer"] = f"{train.optimizer}, learning rate {train.learning_rate:g}"
-    start = RunFolder(run.path, run.config, run.tokenizer).last_start() or {} if run.path else {}
+    start = read_last_start(run.path) or {} if run.path else {}
     facts |= {key: str(start[key]) for key in ("date", "transformer_xl", "torch", "processor") if start.get(key)}
     return facts or {"recorded": "nothing: the weights were converted or saved without their training"}
 

@@ -15,16 +15,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, count, islice
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
+from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource, batched
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.sources.archives import (
-    CHUNK_BYTES,
     NotTextError,
     Progress,
     damage_as_user_error,
@@ -91,7 +90,7 @@ class RowFile:
         return 0 if self.rows is not None else self.path.stat().st_size
 
     def batches(self) -> Generator[TextBatch]:
-        """Yield the rows in batches of about `CHUNK_BYTES`.
+        """Yield the rows in batches of about 1 MiB.
 
         Raises:
             UserError: the file cannot be read, is damaged, or has a row without text.
@@ -171,17 +170,12 @@ class RowFile:
         first = list(islice(rest, CHOICE_ROWS))
         mappings = [row for _, row in first if isinstance(row, Mapping)]
         column = choose_column(mappings, name, wanted) if mappings else wanted or "text"
-        texts: list[tuple[str, bytes]] = []
-        size = 0
-        for place, row in chain(first, rest):
-            text = text_of_row(row if isinstance(row, Mapping) else {column: row}, column, place)
-            texts.append((place, text))
-            size += len(text)
-            if size >= CHUNK_BYTES:
-                yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
-                texts, size = list[tuple[str, bytes]](), 0
-        if texts:
-            yield TextBatch(name, 1, len(texts), column, self.split, tuple(texts))
+        texts = (
+            (place, text_of_row(row if isinstance(row, Mapping) else {column: row}, column, place))
+            for place, row in chain(first, rest)
+        )
+        for batch in batched(texts, lambda text: len(text[1])):
+            yield TextBatch(name, 1, len(batch), column, self.split, tuple(batch))
 
 
 def _unless_settings(
@@ -328,7 +322,7 @@ class DocumentRows:
 
     def batches(self) -> Iterator[tuple[TextBatch, int]]:
         """Yield all rows in batches, each with the number of bytes of text before it."""
-        positions, document = chain_positions(self.sizes), 0
+        positions, document = iter(accumulate(self.sizes, initial=0)) if self.sizes else repeat(0), 0
         for file in self.files:
             for batch in file.batches():
                 yield replace(batch, document=document), next(positions)
@@ -452,8 +446,3 @@ def rows_in_memory(texts: object, config: TextConfig | None = None) -> RowFile |
         if hasattr(table, "select_columns"):  # a data set, which then decodes no pictures
             table = table.select_columns([column])
     return RowFile(Path("the table"), config.model_copy(update={"text_column": column}), "text", rows=table)
-
-
-def chain_positions(sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the number of bytes before each batch; 0 for all if they were not measured."""
-    return iter(accumulate(sizes, initial=0)) if sizes else (0 * number for number in count())
