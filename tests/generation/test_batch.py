@@ -10,6 +10,7 @@ Shape suffixes: B batch size, T tokens, D d_model, V vocabulary, K earlier token
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +172,30 @@ def test_finished_sequences_leave_the_batch(make_inference) -> None:
     assert generator.active == []
     # tokens read: 3 of the prompt, and 2 generated ones, or 1 where the sequence was finished after the first
     assert generator.memory().position_B.tolist() == [5, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize("max_draft", [None, 3])
+def test_error_while_a_token_is_chosen_leaves_the_state(make_inference, max_draft: int | None) -> None:
+    """As Ctrl-C does in a notebook, whose next cell goes on: no token is read twice."""
+    model, calls = make_inference(), list[int]()
+
+    def interrupted(_ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) in (1, 4, 6):
+            raise KeyboardInterrupt
+        return logits_BV
+
+    config = GenerationConfig(greedy=True, prompt_lookup_num_tokens=max_draft)
+    expected = BatchGenerator(model, [TEXT[:9] * 2], config)
+    tokens = run_steps(expected, 9)
+    generator, found = BatchGenerator(model, [TEXT[:9] * 2], config, logits_processor=interrupted), list[Any]()
+    while len(found) < 9:
+        with suppress(KeyboardInterrupt):
+            found += generator.step()
+            continue
+        assert generator.memory().position_B.tolist() == [18 + len(found)]
+    assert ids_of(found) == ids_of(tokens[0])
+    assert_same_memory(generator.memory(), expected.memory())
 
 
 @pytest.mark.parametrize("context_limits", [ContextLimits(31), ContextLimits(5, attention_window=6)])

@@ -6,6 +6,8 @@ setting attend_empty_memory: slots that are not filled yet take part in attentio
 Shape suffixes: B batch size, T new tokens, D model width, N heads, H head width, C rows of a cache's storage.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tensors import assert_same_tensors, copied_tensors, run_parts
@@ -92,6 +94,32 @@ def test_batch_rows_are_reset_and_selected_independently(make_model, tokens, att
     fresh_BTD, _ = run_parts(model, model.initial_memory(1), more[1:2])
     torch.testing.assert_close(results[1]["reset"][1:2], fresh_BTD, **EXACT)
     torch.testing.assert_close(results[1]["reset by a mask"], results[1]["reset"], **EXACT)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "native"])
+def test_reset_row_has_nothing_of_a_text_that_was_not_finite(make_model, tokens, kernel):
+    model = prepare_inference(make_model(attn_implementation=kernel), "float32")
+    _, memory = run_parts(model, model.initial_memory(2), tokens(2, 9))
+    memory = memory.map(lambda tensor: tensor.masked_fill(torch.tensor([True, False])[:, None, None, None], torch.nan))
+    after = memory.reset([0])
+    for text in (tokens(2, 1), tokens(2, 9)):
+        hidden_BTD, after = run_parts(model, after, text)
+        assert hidden_BTD.isfinite().all()
+
+
+def test_position_keys_that_another_thread_projects_meanwhile_stay(make_model, tokens):
+    """Two threads continue one memory: the larger number of distances is kept, and each gets as many as it needs."""
+    model = prepare_inference(make_model())
+    _, memory = run_parts(model, model.initial_memory(1), tokens(1, 3))
+    cache = replace(memory.layers[0], position_keys=type(memory.layers[0].position_keys)())
+    keys_PNH = {number: torch.arange(number).flip(0)[:, None, None] + torch.zeros(2, 3) for number in (4, 9)}
+
+    def project():
+        cache.keys_of_positions(9, lambda: keys_PNH[9])  # the other thread
+        return keys_PNH[4]
+
+    assert torch.equal(cache.keys_of_positions(4, project), keys_PNH[4])
+    assert torch.equal(cache.keys_of_positions(9, pytest.fail), keys_PNH[9])
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -43,6 +43,7 @@ def test_memory_contains_the_last_inputs(slots, lengths):
     for layer, cache in enumerate(memory.layers):
         all_BSD = torch.cat([zeros, *(part[layer] for part in parts)], dim=1)
         assert torch.equal(cache.hidden_BMD, all_BSD[:, all_BSD.shape[1] - slots :])
+        assert cache.hidden_BMD.untyped_storage().nbytes() == cache.hidden_BMD.nbytes  # no whole segment stays
     assert memory.valid_B.tolist() == [min(sum(lengths), slots)] * BATCH
     assert memory.position_B.tolist() == [sum(lengths)] * BATCH
     assert memory.all_valid == (sum(lengths) >= slots)

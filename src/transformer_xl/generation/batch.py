@@ -110,14 +110,16 @@ class BatchGenerator:
         """
         assert self.active
         with torch.inference_mode():
+            hidden_B1D, memory = self._hidden_B1D, self._memory
             if self._num_generated:
-                self._hidden_B1D, self._memory = self._read_next(self._newest_B1, self._memory)
-            token_B = self._choose()
-            self._newest_B1 = token_B[:, None]
+                hidden_B1D, memory = self._read_next(self._newest_B1, memory)
+            token_B = self._choose(hidden_B1D)
             token_ids = token_B.tolist()
             nats: list[float | None] = [None] * len(token_ids)
             if self._config.logprobs:
-                nats = self._model.nats(self._hidden_B1D, self._newest_B1.cpu())[:, 0].tolist()
+                nats = self._model.nats(hidden_B1D, token_B[:, None].cpu())[:, 0].tolist()
+            # from here on: until a token is chosen, an error or Ctrl-C leaves the state as it was
+            self._hidden_B1D, self._memory, self._newest_B1 = hidden_B1D, memory, token_B[:, None]
             if self._logits_processor is not None:
                 self._generated_BT = torch.cat([self._generated_BT, self._newest_B1], 1)
             if self._config.repetition_penalty != 1:
@@ -172,9 +174,9 @@ class BatchGenerator:
         """Return the memory of a batch row and its latest token, (1, 1), which the memory does not include yet."""
         return self._memory.select([row]), self._newest_B1[row : row + 1]
 
-    def _choose(self) -> Tensor:
+    def _choose(self, hidden_B1D: Tensor) -> Tensor:
         """Choose the next token of each row, (B,); logits of the whole vocabulary are computed only if needed."""
-        config, hidden_B1D, ids_BR = self._config, self._hidden_B1D, None
+        config, ids_BR = self._config, None
         banned = config.eos_token_ids if self._num_generated < config.min_new_tokens else ()
         # banned tokens may be among the most likely ones
         count = None if config.num_candidates is None else config.num_candidates + len(set(banned))

@@ -141,18 +141,24 @@ class SpeculativeModel:
         if memory is self._memory and self._num_used < len(self._segment):  # nobody else has seen the rest
             for cache in memory.layers:
                 cache.release_later()
-        self._segment = [token, *self._lookup.predict(self._num_drafted())]
-        num_drafted, before = len(self._segment) - 1, memory
+        segment = [token, *self._lookup.predict(self._num_drafted())]
+        num_drafted, before = len(segment) - 1, memory
         if num_drafted:  # the window is what a token alone sees
             limits, num_visible = memory.context_limits, memory.length + 1
             limits = replace(limits, attention_window=min(num_visible, limits.attention_window or num_visible))
             memory = replace(memory, context_limits=limits)
         start = time.perf_counter()
-        self._hidden_BTD, after = self._model(torch.tensor([self._segment]), memory)
-        self._hidden_BTD[0, 0, 0].item()  # waits for a GPU
+        hidden_BTD, after = self._model(torch.tensor([segment]), memory)
+        hidden_BTD[0, 0, 0].item()  # waits for a GPU
         seconds = time.perf_counter() - start
         assert isinstance(after, KeyValueMemory)
-        self._before, self._after, self._num_used = before, after, 0
+        self._segment, self._hidden_BTD, self._before, self._after, self._num_used = (
+            segment,
+            hidden_BTD,
+            before,
+            after,
+            0,
+        )
         self._seconds = {number: value * _SECONDS_DECAY for number, value in self._seconds.items()}
         old = self._seconds.get(num_drafted, seconds)
         # interruptions only add to the time, so it rises slowly and falls at once

@@ -181,10 +181,12 @@ class KeyValueCache(KeyValues):
     @override
     def keys_of_positions(self, num_distances: int, project: Callable[[], Tensor]) -> Tensor:
         """Return the position keys as a view; `project` is called only if fewer than P are cached."""
-        cached = self.position_keys
-        if cached.r_NHP is None or cached.num_distances < num_distances:
-            cached.r_NHP = project().permute(1, 2, 0).contiguous()
-        return cached.r_NHP[..., cached.num_distances - num_distances :].permute(2, 0, 1)
+        cached, r_NHP = self.position_keys, self.position_keys.r_NHP
+        if r_NHP is None or r_NHP.shape[-1] < num_distances:
+            r_NHP = project().permute(1, 2, 0).contiguous()
+            if cached.num_distances < num_distances:  # else another thread has projected more meanwhile
+                cached.r_NHP = r_NHP
+        return r_NHP[..., r_NHP.shape[-1] - num_distances :].permute(2, 0, 1)
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -195,11 +197,6 @@ class KeyValueCache(KeyValues):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KeyValueCache:
         cache = KeyValueCache.of(tensors["keys"], tensors["values"], self.attend_empty)
         return replace(cache, position_keys=self.position_keys)
-
-    @override
-    def reset(self, reset_B: Tensor) -> KeyValueCache:
-        # slots that are not attended need not be set to 0
-        return super().reset(reset_B) if self.attend_empty else self
 
     @override
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> KeyValueCache:

@@ -352,8 +352,11 @@ class HiddenCache(LayerCache):
         if torch.compiler.is_exporting():  # one expression for any T
             return HiddenCache(torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)[:, num_new:])
         if num_new >= num_old:
-            # contiguous, because a view would keep the tensor of the whole segment allocated
-            return HiddenCache(new_BTD[:, num_new - num_old :].contiguous())
+            # a copy, because a view would keep the tensor of the whole segment allocated
+            newest_BMD = new_BTD[:, num_new - num_old :]
+            return HiddenCache(
+                newest_BMD.clone(memory_format=torch.contiguous_format) if num_new > num_old else new_BTD
+            )
         return HiddenCache(torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1))
 
 

@@ -336,7 +336,6 @@ class Trainer:
         Raises:
             UserError: a file cannot be written; older checkpoints are unchanged.
         """
-        self._saved_state = self.state
         save_checkpoint(
             self.folder,
             self.model,
@@ -346,6 +345,7 @@ class Trainer:
             self.world,
             good_step=self.health.state.lowest_step,
         )
+        self._saved_state = self.state
         self.world.in_first(self.folder.write_config)
 
     def _save_best_weights(self, nats: float | None) -> None:

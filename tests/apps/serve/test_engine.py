@@ -305,7 +305,9 @@ def test_long_prompt_does_not_stall_others(engines, monkeypatch: pytest.MonkeyPa
     short_job, short_listener = make_job(served, "short", 5)
     numbers = [0]
     next_round = engine._round
-    monkeypatch.setattr(engine, "_round", lambda: (next_round(), numbers.append(engine.counters.prompt_tokens)))
+    monkeypatch.setattr(
+        engine, "_round", lambda admitted: (next_round(admitted), numbers.append(engine.counters.prompt_tokens))
+    )
     engine.submit(long_job, short_job)
     short_listener.wait()
     assert long_listener.lists.empty()
@@ -402,6 +404,10 @@ def test_answers_of_an_owner_have_room_until_they_are_sent(engines, monkeypatch:
         made[index][1].wait()
     assert engine.num_waiting == 1
     assert made[2][1].lists.empty()
+    next_round, rounds = engine._round, list[int]()
+    monkeypatch.setattr(engine, "_round", lambda admitted: (rounds.append(1), next_round(admitted)))
+    time.sleep(0.1)
+    assert len(rounds) < 50, "the engine does not wait for room, but goes round and round"
     engine.release(first)
     made[2][1].wait()
     engine.release(second)
@@ -423,6 +429,24 @@ def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.Monke
     job, listener = make_job(served, "a", 50)
     engine.submit(job)
     assert isinstance(listener.wait()[2], Finished)
+
+
+def test_step_that_fails_half_way_leaves_nothing_for_later_jobs(
+    engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there is no more memory: after the first layers have written keys and values."""
+    run = make_run(tmp_path / "run", evaluation={"memory_length": 40}, noise=0.3)
+    _, served, engine = engines(run=run, max_rows=4)
+    norm, calls = served.inference.model.final_norm, count()
+    plain = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x_BTD: plain(x_BTD) if next(calls) != 20 else 1 / 0)
+    failing = [make_job(served, text, 60) for text in ("somebody's text", "another one")]
+    engine.submit(*(job for job, _ in failing))
+    assert {type(listener.wait()[2]) for _, listener in failing} == {Failed}
+    made = {(text, number): make_job(served, text, number) for text, number in (("Once", 50), ("x", 9), ("yy", 20))}
+    engine.submit(*(job for job, _ in made.values()))
+    for (text, number), (_, listener) in made.items():
+        assert listener.wait()[0] == generate(run, text, max_new_tokens=number, top_k=None).text
 
 
 def test_job_that_fails_at_one_sample_ends_once(engines, monkeypatch: pytest.MonkeyPatch) -> None:

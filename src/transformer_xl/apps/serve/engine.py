@@ -166,12 +166,12 @@ class Engine:
         try:
             while True:
                 with self._lock:
-                    while not (self._is_stopping or self._waiting or self._running):
+                    while not (self._is_stopping or (admitted := self._admitted()) or self._running):
                         self._lock.wait()
                     if self._is_stopping:
                         break
                 start = time.perf_counter()
-                self._round()
+                self._round(admitted)
                 self.counters.busy_seconds += time.perf_counter() - start
         except BaseException:
             traceback.print_exc()
@@ -186,11 +186,11 @@ class Engine:
             for job in left:
                 self._end(job, Failed(message, status))
 
-    def _round(self) -> None:
+    def _round(self, admitted: list[TextJob]) -> None:
         for job in [job for job in self._running if job.is_cancelled.is_set()]:
             self.counters.cancelled += 1
             self._drop(job)
-        for job in self._admitted():
+        for job in admitted:
             self._running[job] = []
             self._reading.setdefault(job.owner, deque()).append((job, self._read(job)))
         until = self.counters.prompt_tokens + READING_SLICE
@@ -200,8 +200,12 @@ class Engine:
         self._share_rows()
         for key, batch in list(self._batches.items()):
             if len(batch):
+                is_whole = False
                 with self._failures({one.job for one in batch.all()}):
                     self._step(self.models[key[0]], batch)
+                    is_whole = True
+                if not is_whole:  # a failed step may have written a part of the memory, and all its jobs have ended
+                    del self._batches[key]
             if not len(batch):
                 self._keep_empty(key)
         self._tell_streams()
@@ -246,33 +250,33 @@ class Engine:
     def _admitted(self) -> list[TextJob]:
         """Take jobs that wait, while fewer of their owner have begun than its share of rows, and their answer has room.
 
-        The jobs of a request share its room, and an owner that has none gets it, so that each request ends.
+        The jobs of a request share its room, and an owner that has none gets it, so that each request ends. The caller
+        holds the lock.
         """
         admitted, begun = list[TextJob](), Counter(job.owner for job in self._running)
-        with self._lock:
-            for owner in list(self._waiting):
-                jobs = [job for job in self._waiting[owner] if not job.is_cancelled.is_set()]
-                self.counters.cancelled += len(self._waiting[owner]) - len(jobs)
-                self._waiting[owner] = deque(jobs)
-                if not jobs:
-                    del self._waiting[owner]
-            held = Counter[str]()
-            for size in self._sizes:
-                held[size.owner] += size.num_values
-            num_owners = max(1, len(self._waiting.keys() | begun.keys() | held.keys()))
-            share = max(1, self.max_rows // num_owners)
-            for owner, jobs in list(self._waiting.items()):
-                while jobs and begun[owner] < share:
-                    size = jobs[0].answer_size
-                    if size is not None and size not in self._sizes:
-                        if held[owner] and held[owner] + size.num_values > 2 * MAX_VALUES // num_owners:
-                            break
-                        self._sizes.add(size)
-                        held[owner] += size.num_values
-                    begun[owner] += 1
-                    admitted.append(jobs.popleft())
-                if not jobs:
-                    del self._waiting[owner]
+        for owner in list(self._waiting):
+            jobs = [job for job in self._waiting[owner] if not job.is_cancelled.is_set()]
+            self.counters.cancelled += len(self._waiting[owner]) - len(jobs)
+            self._waiting[owner] = deque(jobs)
+            if not jobs:
+                del self._waiting[owner]
+        held = Counter[str]()
+        for size in self._sizes:
+            held[size.owner] += size.num_values
+        num_owners = max(1, len(self._waiting.keys() | begun.keys() | held.keys()))
+        share = max(1, self.max_rows // num_owners)
+        for owner, jobs in list(self._waiting.items()):
+            while jobs and begun[owner] < share:
+                size = jobs[0].answer_size
+                if size is not None and size not in self._sizes:
+                    if held[owner] and held[owner] + size.num_values > 2 * MAX_VALUES // num_owners:
+                        break
+                    self._sizes.add(size)
+                    held[owner] += size.num_values
+                begun[owner] += 1
+                admitted.append(jobs.popleft())
+            if not jobs:
+                del self._waiting[owner]
         return admitted
 
     def _read(self, job: TextJob) -> Iterator[None]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -39,13 +40,15 @@ class NativeStatus:
 
 
 _status: NativeStatus | None = None  # a functools.cache would make torch.compile warn
+_loading = Lock()
 
 
 def status() -> NativeStatus:
     """Load the operators if they were built for this torch or came in the wheel; nothing is compiled."""
     global _status
     if _status is None:
-        _status = _load()
+        with _loading:
+            _status = _status or _load()
     return _status
 
 
