@@ -1,6 +1,6 @@
 """`txl evaluate`: score a split of a corpus with a run, at any memory length and attention window.
 
-The methods are memory, sliding-window and dynamic; the modules of `transformer_xl.evaluation` explain them.
+The methods are memory, sliding-window, dynamic and both-sides; the modules of `transformer_xl.evaluation` explain them.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ def require_attention_terms(model: LanguageModel) -> RelativeLanguageModel:
     """Return the model, if its attention scores are a sum of terms.
 
     Raises:
-        UserError: the model has no attention; or absolute positions, and so neither separate terms nor memory.
+        UserError: the model has no attention; or absolute positions, so neither terms nor memory; or is an XLNet.
     """
     if isinstance(model, RelativeLanguageModel):
         return model
     missing = "attention terms and memory" if not model.config.has_memory else "attention"
-    raise UserError(f"{model.config.architecture} has no {missing} to show; use a run of transformer-xl or shaw")
+    raise UserError(f"{model.config.architecture} has no {missing} that can be shown; use transformer-xl or shaw")
 
 
 def attention_of_last(model: RelativeLanguageModel, tokens_BT: Tensor, memory: Memory) -> Tensor:

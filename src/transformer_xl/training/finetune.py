@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from transformer_xl.config.typed_settings import EvaluationSettings, ModelSettings, TrainSettings
 
 _CONVERTED_RATE = 1e-4  # of runs whose own rate is not known, or is that of an adapter
-# Settings of training that are not the base's: a short schedule, from the start at full length.
+# Settings of training that are not the base's: a short schedule.
 _SCHEDULE = {
     "max_steps": 1000, "warmup_steps": 50, "lr_schedule": "cosine", "decay_steps": 0,
     "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,

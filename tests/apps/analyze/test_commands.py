@@ -186,7 +186,7 @@ def test_speed_prints_tables_and_writes_results(tmp_path: Path) -> None:
 # by subcommand: its arguments, where {} is the folder of the fixture, and a pattern of the message
 REFUSED = {
     "attention": [
-        ("{}/lstm", "lstm has no attention to show; use a run of transformer-xl or shaw"),
+        ("{}/lstm", "lstm has no attention that can be shown; use transformer-xl or shaw"),
         ("{}/learned", "al-rfou has no attention terms and memory"),
         ("{}/xl --heads 2:0", "heads 2:0: layer 2 does not exist; valid are 0 to 1"),
         ("{}/xl --heads 0:0,1:2", "heads 1:2: head 2 does not exist"),

@@ -297,7 +297,7 @@ def test_attention_needs_a_model_that_has_some_and_a_bounded_answer(
 
     lstm = make_run(tmp_path / "lstm", "lstm")
     with running({"lstm": lstm, "tiny": run}) as (client, _):
-        assert "lstm has no attention to show" in error_of(client, 400, "/attention", prompt="a")
+        assert "lstm has no attention that can be shown" in error_of(client, 400, "/attention", prompt="a")
         assert client.get("/v1/models/lstm").json()["attention"] is None
         monkeypatch.setattr(requests, "_MAX_ATTENTION", 40)
         message = error_of(client, 400, "/attention", model="tiny", prompt=PROMPT)

@@ -129,7 +129,7 @@ def compare(
     folders
         Folders of runs; the others are compared with the first.
     on
-        File with a text, decompressed if it ends in .gz, .bz2 or .xz.
+        File with a text, which may be compressed.
     corpus
         Folder of a corpus. [default: with --split, the one that all runs were trained on]
     split

@@ -240,7 +240,7 @@ class RequestRunner:
 
         Raises:
             ApiError: something in the body is wrong.
-            UserError: the model has no attention to show, or a token or memory length is wrong.
+            UserError: the model has no attention that can be shown, or a token or memory length is wrong.
         """
         served = self.model(body.model)
         config = require_attention_terms(served.run.model).config
