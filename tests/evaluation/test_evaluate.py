@@ -160,6 +160,20 @@ def test_words_of_a_part_are_counted_by_a_word_tokenizer(make_model) -> None:
     assert part.perplexity == pytest.approx(math.exp(nats_K[:7].mean()), rel=1e-12)
 
 
+def test_words_of_a_part_end_with_their_document(make_model, monkeypatch) -> None:
+    """Documents of rows have no newline at their end, and the first word of one does not continue the one before."""
+    monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 5)  # words span chunks
+    texts = [b"the cat", b"sat", b" down\n", b"again"]
+    documents = [Document("text", [text]) for text in texts]
+    for tokenizer in (ByteTokenizer(), train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=258), documents)):
+        run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
+        ids = [tokenizer.encode(text) for text in texts]
+        starts = np.cumsum([0, *map(len, ids[:-1])]).astype(np.uint64)
+        split = TokenSplit("test", np.concatenate(ids), starts, num_bytes=len(b"".join(texts)), num_words=5)
+        for max_tokens, words in ((int(starts[1]), 2), (int(starts[2]), 3), (int(starts[3]), 4), (None, 5)):
+            assert evaluate(run, split, CONFIG, max_tokens=max_tokens).words == words
+
+
 def test_overflowing_perplexity_is_infinite() -> None:
     sums = Sums(nats=800.0, tokens=1, bytes=1, words=1)
     assert (sums.perplexity, sums.token_perplexity) == (math.inf, math.inf)

@@ -185,7 +185,7 @@ def check_token_ids(tokens_K: Tokens, vocab_size: int) -> None:
     """
     if np.iinfo(tokens_K.dtype).max < vocab_size:
         return
-    largest = max(int(chunk_K.max()) for chunk_K in chunks(tokens_K))
+    largest = max(int(chunk_K.max()) for chunk_K, _ in chunks(tokens_K))
     if largest >= vocab_size:
         raise UserError(
             f"token id {largest} is not below the model's vocab_size {vocab_size}; give a corpus prepared with the "

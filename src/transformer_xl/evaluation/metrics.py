@@ -1,14 +1,15 @@
 """Total loss and counts of a scored text, and the metrics computed from them.
 
-Shape suffixes: K tokens of the text, S series of values, U units of a text, B bootstrap samples.
+Shape suffixes: K tokens of the text, N documents, S series of values, U units of a text, B bootstrap samples.
 """
 
 from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,10 @@ class Sums:
     @staticmethod
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
-        counts = count(tokenizer, tokens_K)
-        if len(tokens_K) == split.num_tokens:
+        is_whole, starts_N = len(tokens_K) == split.num_tokens, split.document_starts
+        num_documents = 1 if is_whole else np.searchsorted(starts_N, len(tokens_K))  # of the whole, words are known
+        counts = count(tokenizer, tokens_K, starts_N[:num_documents])
+        if is_whole:
             counts["bytes"] = split.num_bytes
             if tokenizer.is_lossless or not tokenizer.counts_words:
                 counts["words"] = split.num_words  # documents need not end with whitespace
@@ -109,14 +112,20 @@ def exp_nats(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
 
 
-def chunks(tokens_K: Tokens) -> Iterator[npt.NDArray[Any]]:
-    """Yield a text in chunks, so that a large one is never loaded into memory as a whole."""
-    for start in range(0, len(tokens_K), _TOKENS_PER_CHUNK):
-        yield tokens_K[start : start + _TOKENS_PER_CHUNK]
+def chunks(tokens_K: Tokens, starts_N: Iterable[int] = (0,)) -> Iterator[tuple[npt.NDArray[Any], bool]]:
+    """Yield a text in chunks, each of one document, and whether that starts there.
+
+    So a large text is never loaded into memory as a whole, and no word goes on in the next document.
+    """
+    for first, end in pairwise(chain(map(int, starts_N), [len(tokens_K)])):
+        for start in range(first, end, _TOKENS_PER_CHUNK):
+            yield tokens_K[start : min(start + _TOKENS_PER_CHUNK, end)], start == first
 
 
-def count(tokenizer: Tokenizer, tokens_K: Tokens) -> dict[str, Any]:
+def count(tokenizer: Tokenizer, tokens_K: Tokens, starts_N: Iterable[int] = (0,)) -> dict[str, Any]:
     """Return what can be counted in a text, under the names of the fields of `Sums`; a word that the end cuts counts.
+
+    Words end where documents do, which start at `starts_N`.
 
     `bytes` and `characters` are there if the tokens decode exactly. The number of characters is None if the text is not
     UTF-8; an incomplete character at the end is not counted.
@@ -124,13 +133,13 @@ def count(tokenizer: Tokenizer, tokens_K: Tokens) -> dict[str, Any]:
     decoder, previous_byte = codecs.getincrementaldecoder("utf-8")(), b" "
     num_bytes = words = line_ends = num_unknown = 0
     characters: int | None = 0
-    for chunk_K in chunks(tokens_K):
+    for chunk_K, is_start in chunks(tokens_K, starts_N):
         if tokenizer.unk_token_id is not None:
             num_unknown += int(np.count_nonzero(chunk_K == tokenizer.unk_token_id))
         if tokenizer.is_lossless:
             content = tokenizer.decode_bytes(chunk_K)
             num_bytes += len(content)
-            words += count_words(content, previous_byte)
+            words += count_words(content, b" " if is_start else previous_byte)
             line_ends += content.count(b"\n")
             previous_byte = content[-1:] or previous_byte
             try:

@@ -219,8 +219,9 @@ def corpus_word_counts(corpus: Corpus) -> Counter[str]:
     tokenizer, counts, rest = corpus.tokenizer, Counter[bytes](), b""
     if not tokenizer.is_text:
         raise UserError("the tokens of the corpus are no text, so words have no frequencies; give a table: frequencies")
-    for chunk_K in chunks(corpus.split("train").tokens):
-        content = rest + tokenizer.decode_bytes(chunk_K) + (b"" if tokenizer.is_lossless else b" ")
+    split = corpus.split("train")
+    for chunk_K, is_start in chunks(split.tokens, split.document_starts):
+        content = rest + b" " * is_start + tokenizer.decode_bytes(chunk_K) + (b"" if tokenizer.is_lossless else b" ")
         words = content.split()
         rest = words.pop() if words and not content[-1:].isspace() else b""
         counts.update(words)
