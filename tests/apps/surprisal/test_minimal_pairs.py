@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import assert_refused, txl
@@ -38,7 +39,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     return make_run(tmp_path / "run", tokenizer=TOKENIZERS[request.param], noise=0.3, dropout=0.0)
 
 
-def nats(run: Run, text: str, **settings: int) -> float:
+def nats(run: Run, text: str, **settings: Any) -> float:
     (scored,) = score(run, text, **settings)
     return float(scored.nats_K[: len(run.tokenizer.encode(text))].sum())
 
@@ -46,13 +47,14 @@ def nats(run: Run, text: str, **settings: int) -> float:
 def test_sentences_have_the_probability_of_score(run: Run) -> None:
     """From an empty memory, and after a context as the rest of the text that begins with it."""
     pairs = read_minimal_pairs("a.jsonl", CONTENT.encode(), context_field="before")
-    alone = minimal_pairs(run, [MinimalPair(pair.good, pair.bad) for pair in pairs], memory_length=5)
-    after = minimal_pairs(run, pairs, context="cats sleep\n", memory_length=5)
+    settings: dict[str, Any] = {"memory_length": 5, "softmax_temperature": 1.5}
+    alone = minimal_pairs(run, [MinimalPair(pair.good, pair.bad) for pair in pairs], **settings)
+    after = minimal_pairs(run, pairs, context="cats sleep\n", **settings)
     before = "cats sleep\nhere\nthe cat\n"
     for (good, bad), row, row_after in zip(SENTENCES, alone, after, strict=True):
         for text, name in ((good, "logprob_good"), (bad, "logprob_bad")):
-            assert row[name] == pytest.approx(-nats(run, text, memory_length=5), abs=1e-4)
-            expected = nats(run, before + text, memory_length=5) - nats(run, before, memory_length=5)
+            assert row[name] == pytest.approx(-nats(run, text, **settings), abs=1e-4)
+            expected = nats(run, before + text, **settings) - nats(run, before, **settings)
             assert row_after[name] == pytest.approx(-expected, abs=1e-4)
         assert row["is_correct"] == (row["logprob_good"] > row["logprob_bad"])
 

@@ -77,7 +77,7 @@ class GroupModel:
     name: str
     model: LanguageModel
     plan: EvaluationPlan
-    """Only segment length, context limits, dtype and batch size are used."""
+    """Only segment length, context limits, softmax temperature, dtype and batch size are used."""
     weights: ChosenWeights | None = None
     """Which weights of its run the model has, if it is of a run."""
 
@@ -128,7 +128,8 @@ class GroupModel:
             hidden_BTD, memory = model(segments[0], self._empty_memory(len(positions_B), num_inputs))
             for tokens_BT in segments[1:]:
                 hidden_BTD, memory = model(tokens_BT, memory)
-            losses.append(model.nats(hidden_BTD[:, -1:], tokens_BS[:, -1:]).flatten())
+            nats_B1 = model.nats(hidden_BTD[:, -1:], tokens_BS[:, -1:], temperature=self.plan.softmax_temperature)
+            losses.append(nats_B1.flatten())
             if progress:
                 progress(len(positions_B) * num_inputs)
         return torch.cat(losses).cpu().double().numpy()

@@ -55,8 +55,8 @@ def score_continuations(
     Args:
         model: the model, prepared with the plan's dtype.
         continuations: what to score.
-        plan: segment length, context limits and batch size (None: enough to keep the device busy), which changes no
-            result.
+        plan: segment length, context limits, softmax temperature and batch size (None: enough to keep the device busy),
+            which changes no result.
         progress: called with the number of continuations scored since the last call.
     """
     scores = [ContinuationScore() for _ in continuations]
@@ -98,6 +98,7 @@ def score_continuations(
                 [continuations[index] for _, index in part],
                 [scores[index] for _, index in part],
                 stride,
+                plan.softmax_temperature,
             )
             progress(len(part))
     return scores
@@ -120,7 +121,11 @@ def empty_memory(model: InferenceModel, plan: EvaluationPlan, num_rows: int) -> 
 
 
 def _score(
-    reader: Reader, continuations: list[Continuation], scores: list[ContinuationScore], stride: int | None
+    reader: Reader,
+    continuations: list[Continuation],
+    scores: list[ContinuationScore],
+    stride: int | None,
+    temperature: float,
 ) -> None:
     """Read what is left of each continuation, and add the losses of its tokens to its score."""
     texts = [[*continuation.context_ids, *continuation.token_ids] for continuation in continuations]
@@ -137,7 +142,7 @@ def _score(
                 targets_BT[row, num_new - length :] = torch.tensor(text[end - length + 1 : end + 1])
                 first = max(end - length + 1, len(continuations[row].context_ids))  # the first token that is scored
                 is_scored_BT[row, num_new - (end + 1 - first) :] = 1
-        nats_BT = reader.model.nats(hidden_BTD, targets_BT).cpu().double()
+        nats_BT = reader.model.nats(hidden_BTD, targets_BT, temperature=temperature).cpu().double()
         best_BT = reader.model.topk(hidden_BTD, 1)[1][..., 0].cpu()
         nats_B = (nats_BT * is_scored_BT).sum(1).tolist()
         differs_B = ((best_BT != targets_BT) & (is_scored_BT > 0)).any(1).tolist()
