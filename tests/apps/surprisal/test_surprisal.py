@@ -7,7 +7,9 @@ Shape suffixes: K tokens of an item, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 from bpe_tokenizers import bpe_across_spaces
+from library_tokenizers import prefix_space, unigram, word_piece
 
 from transformer_xl import ItemColumns, surprisal
 from transformer_xl.apps.surprisal.surprisal import SurprisalTable
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.run import Run
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
@@ -164,6 +167,17 @@ def test_sliding_window_gives_each_word_the_same_context(run_of) -> None:
         (text,) = score(run, "".join(f"{text}\n" for text in TEXTS[:2]), config)
         bits = [line.nats / math.log(2) for line in text.lines()]
         np.testing.assert_allclose(sums(table, "surprisal_bits_window_5"), bits, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [word_piece, unigram, prefix_space])
+def test_spaces_of_other_libraries_belong_to_the_next_word(run_of, make, tmp_path: Path) -> None:
+    """What their tokens begin with is known only to the library, so trailing is refused, not computed as leading."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(make()))
+    run = run_of(load_tokenizer(file))
+    assert [row["word"] for row in surprisal(run, "the cat sat")][:3] == ["the", "cat", "sat"]
+    with pytest.raises(UserError, match=r"whitespace trailing .* of another library; give whitespace leading"):
+        surprisal(run, "the cat sat", whitespace="trailing")
 
 
 def test_tokenizers_without_a_newline(run_of) -> None:

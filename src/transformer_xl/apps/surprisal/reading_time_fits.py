@@ -171,7 +171,7 @@ def fit_reading_times(
     """
     check_run(run)
     check_progress(progress)
-    check_whitespace(whitespace)
+    check_whitespace(whitespace, run.tokenizer)
     check_type(times, ReadingTimes, "times", "give read_reading_times(...)")
     check_type(word_counts, Mapping, "word_counts", "give a mapping from words to counts")
     check_type(sweep, (ReadingTimeSweep, type(None)), "sweep", "give ReadingTimeSweep(...)")

@@ -132,11 +132,12 @@ def surprisal(
 
     Raises:
         UserError: there are no items, two have the same labels, a row lacks a column or its text, a text cannot be
-            encoded, a token is a part of two words, or one of the reasons that `evaluate` lists.
+            encoded, a token is a part of two words, `whitespace` is trailing with a tokenizer of another library, or
+            one of the reasons that `evaluate` lists.
     """
     check_run(run)
     config = override_config(config, overrides, "items", "memory_lengths", "whitespace", "columns", "progress")
-    check_whitespace(whitespace)
+    check_whitespace(whitespace, run.tokenizer)
     check_progress(progress)
     plans = surprisal_plans(run, config, memory_lengths)
     checked = _checked_items(items, columns or ItemColumns())
@@ -164,14 +165,19 @@ def surprisal(
     return table
 
 
-def check_whitespace(whitespace: Whitespace) -> None:
+def check_whitespace(whitespace: Whitespace, tokenizer: Tokenizer) -> None:
     """Check to which word spaces belong.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is none of this name, or the tokenizer does not tell where its tokens have spaces.
     """
     if whitespace not in get_args(Whitespace):
         raise UserError(f"no whitespace {whitespace!r}; give one of {', '.join(get_args(Whitespace))}")
+    if whitespace == "trailing" and tokenizer.kind == "library":
+        raise UserError(
+            "whitespace trailing needs the tokens that begin with a space, which are not known for a tokenizer of "
+            "another library; give whitespace leading"
+        )
 
 
 def surprisal_plans(
