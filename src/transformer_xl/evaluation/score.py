@@ -206,16 +206,25 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes, *, ends_last_li
     Raises:
         UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.
     """
-    chunks = [np.zeros(0, dtype=token_dtype(tokenizer.vocab_size))]
-    for chunk in text_chunks(tokenizer, [Document(name, [content])]):
-        with document_errors(name, chunk.position):
-            chunks.append(tokenizer.encode_chunk(chunk.text).ids)
-    ids_K = np.concatenate(chunks)
+    ids_K = encode_part(tokenizer, name, content)
     if tokenizer.adds_final_newline and not ends_last_line and not content.endswith(b"\n"):
         ids_K = ids_K[:-1]
     if not len(ids_K):
         raise UserError(f"{name}: the text is empty; give one with at least one token")
     return ids_K
+
+
+def encode_part(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
+    """Return the tokens of a part of a text, such as a line; white space may have none.
+
+    Raises:
+        UserError: the tokenizer cannot encode it; the message contains the text's name.
+    """
+    chunks = [np.zeros(0, dtype=token_dtype(tokenizer.vocab_size))]
+    for chunk in text_chunks(tokenizer, [Document(name, [content])]):
+        with document_errors(name, chunk.position):
+            chunks.append(tokenizer.encode_chunk(chunk.text).ids)
+    return np.concatenate(chunks)
 
 
 def _count_characters(content: bytes) -> int | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from library_tokenizers import word_piece
 from refusals import assert_refused, files, txl
+from small_runs import make_run
 from training_runs import MODEL, OPTIONS, TRAIN, StopAt, make_corpus
 
 from transformer_xl import (
@@ -29,6 +32,8 @@ from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
+from transformer_xl.text.tokenizers import ByteTokenizer, load_tokenizer
+from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 EARLIER = Path(__file__).parents[2] / "earlier" / "0.1.0"
@@ -184,6 +189,43 @@ def test_other_tokenizers_are_compared_by_byte(made: Path, monkeypatch: pytest.M
     assert alone["difference"] / math.log(2) == pytest.approx(shown["losses"][2]["difference"], rel=1e-3)
     table = txl("runs", "compare", *runs, "--on", "page.txt").out
     assert f"{words['difference']:+.4f} ({words['difference_low']:+.4f} to" in table
+
+
+def test_bytes_of_a_part_are_those_of_its_tokens(tmp_path: Path) -> None:
+    """As in `evaluate`: tokens at the start of a split need not be as long as those of the rest."""
+    text = b"aaaa bbbb\n" * 50 + "\u65e5\u672c\u8a9e\n".encode() * 50
+    tokenizer = train_bpe([["aaaa bbbb\n"] * 20], 280)
+    splits = {name: [Document(name, [text])] for name in ("train", "valid")}
+    corpus = write_corpus(tmp_path / "corpus", splits, name="part", source="a test", tokenizer=tokenizer)
+    runs = [make_run(tmp_path / name, tokenizer=tokenizer, noise=0.1).path for name in "ab"]
+    opened = CommonText.open([RunRecord.read(run) for run in runs], corpus=corpus.path, max_tokens=90)
+    found = evaluate(load(runs[0], device="cpu"), corpus.split("valid"), max_tokens=90)
+    for row in compare_runs(runs, opened, device="cpu").losses[:1]:
+        assert row["nats_per_token"] == pytest.approx(found.nats_per_token, rel=1e-12)
+        assert row["bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-12)
+
+
+def test_lines_without_tokens_are_compared(tmp_path: Path) -> None:
+    """Empty lines, also the first and the last, and lines of what a tokenizer leaves out; no text without any token."""
+    page, none = tmp_path / "page.txt", tmp_path / "none.txt"
+    page.write_bytes(b"\n\n" + text_of(250, seed=3).replace(b"\n", b"\n \n\n") + "\u00ad\n\n".encode())
+    none.write_bytes(b"\n \n")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(word_piece()))
+    tokenizers = {
+        "bytes": ByteTokenizer(),
+        "pieces": load_tokenizer(tmp_path / "tokenizer.json"),
+        "words": WordTokenizer(("<unk>", *WORDS), unk_token="<unk>"),
+    }
+    runs = [make_run(tmp_path / name, tokenizer=one, noise=0.1).path for name, one in tokenizers.items()]
+    records = [RunRecord.read(run) for run in runs]
+    losses = compare_runs(runs, CommonText.open(records, on=page), device="cpu").losses
+    for run, row in zip(runs, losses, strict=True):
+        (found,) = score(load(run, device="cpu"), page.read_bytes())
+        assert row["tokens"] == found.sums.tokens
+        assert row["bits_per_byte"] == pytest.approx(found.sums.nats / math.log(2) / page.stat().st_size, rel=1e-6)
+        assert row is losses[0] or row["difference_low"] < row["difference"] < row["difference_high"]
+    with pytest.raises(UserError, match="none.txt: the text is empty; give one with at least one token"):
+        compare_runs(runs, CommonText.open(records, on=none), device="cpu")
 
 
 def test_unknown_words_and_lengths_below_1_are_said(

@@ -27,9 +27,9 @@ from transformer_xl.apps.runs.records import RunRecord
 from transformer_xl.config import UserError, flatten
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.evaluate import check_max_tokens, check_token_ids, losses_in_order
-from transformer_xl.evaluation.metrics import bootstrap_means
+from transformer_xl.evaluation.metrics import Sums, bootstrap_means
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.evaluation.score import encode_text
+from transformer_xl.evaluation.score import encode_part
 from transformer_xl.files import as_path
 from transformer_xl.run import Run, load
 from transformer_xl.run_folder import RunFolder
@@ -120,7 +120,8 @@ class CommonText:
         tokens_K, name = text.first(max_tokens), f"{opened.path}, {text.name}"
         starts = [start for start in text.document_starts.tolist() if start < len(tokens_K)]
         if is_one and not describe_difference(opened.tokenizer, tokenizers[0]):
-            return CommonText(name, text.bytes_per_token * len(tokens_K), is_one, (), starts, tokens_K)
+            num_bytes = Sums.of_split(0.0, opened.tokenizer, text, tokens_K).bytes
+            return CommonText(name, num_bytes, is_one, (), starts, tokens_K)
         if not opened.tokenizer.is_lossless:
             raise UserError(
                 f"the tokenizer of {opened.path} is not that of all runs, and does not give back the text exactly; "
@@ -132,12 +133,21 @@ class CommonText:
         return CommonText(name, sum(map(len, documents)), is_one, [piece for part in parts for piece in part], first)
 
     def read_by(self, run: Run, progress: ProgressCallback | None = None) -> tuple[Floats, Floats, EvaluationPlan]:
-        """Return the losses in nats of tokens and of pieces, and how the run reads the text: with `for_texts`."""
-        tokens_K, starts_N, piece_starts = self.tokens_K, np.array(self.starts), np.zeros(1, dtype=np.int64)
+        """Return the losses in nats of tokens and of pieces, and how the run reads the text: with `for_texts`.
+
+        A piece without tokens, such as an empty line, has a loss of 0.
+
+        Raises:
+            UserError: the run cannot encode the text, or has no tokens for it.
+        """
+        tokens_K, starts_N = self.tokens_K, np.array(self.starts)
+        piece_K = np.zeros(0, dtype=np.int64)  # of each token, if there are pieces
         if tokens_K is None:
-            parts = [encode_text(run.tokenizer, self.name, content) for content in self.pieces]
-            piece_starts = np.cumsum([0, *map(len, parts[:-1])])
-            tokens_K, starts_N = np.concatenate(parts), piece_starts[starts_N]
+            parts = [encode_part(run.tokenizer, self.name, content) for content in self.pieces]
+            tokens_K, piece_K = np.concatenate(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
+            starts_N = np.searchsorted(piece_K, starts_N)
+            if not len(tokens_K):
+                raise UserError(f"{self.name}: the text is empty; give one with at least one token")
         check_token_ids(tokens_K, run.model.config.vocab_size)
         plan, bytes_per_token = EvaluationPlan.for_texts(run), self.num_bytes / len(tokens_K)
 
@@ -147,7 +157,7 @@ class CommonText:
 
         text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N)
         nats_K = losses_in_order(plan.model_of(run), text, plan, advance)
-        return nats_K, np.add.reduceat(nats_K, piece_starts), plan
+        return nats_K, np.bincount(piece_K, nats_K[: len(piece_K)], len(self.pieces)), plan
 
 
 def compare_runs(
