@@ -337,10 +337,15 @@ def test_plot_shows_gains_and_differences(fitted: ReadingTimeFits) -> None:
         ("times.csv --texts other.csv --item-column text_id", "no column 'text_id'; .* name yours with --item-column$"),
         ("times.csv --frequencies frequencies.csv --spillover 90", "a regression; not fitted: {'first words"),
         ("times.csv --reader-column none --frequencies frequencies.csv", "a second row; the first is"),
+        ("beginning.csv --texts long.csv --text-column words --frequencies frequencies.csv",
+         "all 116 readings are in one text, or one part of it, so .* held out; give readings of more texts, or .* was"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused(folder: Path, words: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     Path("other.csv").write_text("item,text\nt0,other words\n")
+    Path("long.csv").write_text(f"item,words\nt0,{' '.join(SMALL['t0'] * 10)}\n")
+    lines = [line for line in Path("times.csv").read_text().splitlines() if ",t1," not in line]
+    Path("beginning.csv").write_text("\n".join(lines))
     assert_refused(folder, f"reading-times run {words}", message, capfd)
 
 

@@ -166,8 +166,8 @@ def fit_reading_times(
         progress: called with the number of tokens read since the last call.
 
     Raises:
-        UserError: settings contradict each other, a text cannot be encoded, too few readings are left, or a mixed model
-            is asked for with one reader or without scipy.
+        UserError: settings contradict each other, a text cannot be encoded, too few readings are left, they are all
+            in one unit, or a mixed model is asked for with one reader or without scipy.
     """
     check_run(run)
     check_progress(progress)
@@ -192,6 +192,11 @@ def fit_reading_times(
     time_N = np.log(readings.columns["time"]) if sweep.log_times else readings.columns["time"]
     if len(time_N) < 10 * len(baseline):
         raise UserError(f"{len(time_N)} readings are left, too few for a regression; not fitted: {readings.left_out}")
+    if not readings.columns["unit"].any():
+        raise UserError(
+            f"all {len(time_N)} readings are in one text, or one part of it, so nothing can be held out; give readings "
+            "of more texts, or this text only as far as it was read"
+        )
     if not time_N.var() > 1e-18 * np.square(time_N).mean():
         raise UserError("all reading times are the same, so there is nothing to fit; name another time_column")
     base_nats_N, _ = readings.held_out(baseline, time_N)
