@@ -126,6 +126,8 @@ def test_output_is_a_table_json_lines_or_a_file(tmp_path: Path) -> None:
     table = txl("score", "run", "text.txt", "--per", "word").out
     assert "surprisal in bits, by word; spaces: leading" in table
     assert f"{lines[0]['surprisal_bits_alone']:.3f}" in table
+    (tmp_path / "red.txt").write_text("a\x1b[31mred\n")  # no text may change the terminal
+    assert r"a\x1b[31mred" in txl("score", "run", tmp_path / "red.txt", "--per", "word").out
 
 
 def test_unknown_words_are_noted_and_counted() -> None:

@@ -98,16 +98,21 @@ def test_the_command_prints_what_the_library_computes(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "run", noise=0.3, dropout=0.0)
     Path("a.jsonl").write_text(CONTENT)
-    Path("b.jsonl").write_text(CONTENT.splitlines()[0] + "\n\n")
+    for name in ("b.jsonl", "other/a.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(CONTENT.splitlines()[0].replace("syntax", "syn\\u001btax") + "\n\n")
     Path("before.txt").write_text("cats sleep\n")
     flags = ["--context", "before.txt", "--memory-length", "5", "--json", "--out", "o.csv"]
-    result = txl("minimal-pairs", "run", "a.jsonl", "b.jsonl", *flags)
+    result = txl("minimal-pairs", "run", "a.jsonl", "b.jsonl", "other/a.jsonl", *flags)
     assert (result.status, result.warnings) == (0, "")
-    pairs = [pair for name in ("a.jsonl", "b.jsonl") for pair in read_minimal_pairs(name, Path(name).read_bytes())]
+    files = ("a.jsonl", "b.jsonl", "other/a.jsonl")  # the two of one name are groups of their own
+    pairs = [pair for name in files for pair in read_minimal_pairs(name, Path(name).read_bytes())]
     expected = minimal_pairs(run, pairs, context="cats sleep\n", memory_length=5)
     assert result.object["groups"] == expected.accuracies()
     assert result.object["accuracy"] == expected.accuracies()[-1]["accuracy"]
-    assert [row["name"] for row in result.object["groups"]] == ["a", "b", "u0", "u1", "syntax", ""]
+    assert [row["name"] for row in result.object["groups"]] == [
+        *("a.jsonl", "b", "other/a.jsonl", "u0", "u1", "syntax", "syn\x1btax", ""),
+    ]
     rows = list(csv.DictReader(io.StringIO(Path("o.csv").read_text())))
     assert [{name: str(row[name]) for name in rows[0]} for row in expected] == rows
     table = txl("minimal-pairs", "run", "a.jsonl", "--context-field", "before").out
@@ -116,6 +121,7 @@ def test_the_command_prints_what_the_library_computes(tmp_path: Path, monkeypatc
     assert "not in the vocabulary, and read as <unk>: 'the'" in txl("minimal-pairs", "words", "b.jsonl").err
     assert "linguistics_term" not in table
     assert "syntax" in table
+    assert r"syn\x1btax" in txl("minimal-pairs", "run", "b.jsonl").out  # no text may change the terminal
 
 
 BAD = {

@@ -7,6 +7,7 @@ after a context, which the memory then holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class MinimalPair:
     """Text before both; it ends with a line."""
     groups: dict[str, str] = field(default_factory=dict)
     """What the pair belongs to, by the kind of group: `file`, `UID`, `linguistics_term`, `field`."""
+    source: str = ""
+    """Path of the file that it was read from, which its group `file` is called by where several have one name."""
 
 
 class MinimalPairScores(list[dict[str, Any]]):
@@ -73,7 +76,7 @@ def read_minimal_pairs(name: str, content: bytes, *, context_field: str | None =
     """Read pairs from JSON lines with `sentence_good` and `sentence_bad`; `UID`, `linguistics_term` and `field` group.
 
     Args:
-        name: name of the file, without its suffix the name of the group `file`.
+        name: path of the file; its name without suffix is that of the group `file`.
         content: its content in UTF-8.
         context_field: name of what holds the text before both sentences, or None if there is none.
 
@@ -91,7 +94,7 @@ def read_minimal_pairs(name: str, content: bytes, *, context_field: str | None =
         if good == bad:
             raise UserError(f"{place}: sentence_good and sentence_bad are the same: {good!r}; correct one of them")
         groups = {"file": Path(name).stem, **{kind: str(row[kind]) for kind in _GROUPS if row.get(kind)}}
-        pairs.append(MinimalPair(good, bad, *context, groups=groups))
+        pairs.append(MinimalPair(good, bad, *context, groups=groups, source=name))
     if not pairs:
         raise UserError(f"{name}: there are no pairs; give JSON lines with sentence_good and sentence_bad")
     return pairs
@@ -147,7 +150,11 @@ def minimal_pairs(
     model = run.inference(plan.dtype)
     scores = iter(score_continuations(model, continuations, plan, progress or (lambda _: None)))
     result = MinimalPairScores()
+    files = {(pair.groups["file"], pair.source) for pair in pairs if "file" in pair.groups}
+    num_files = Counter(name for name, _ in files)
     for pair, good, bad in zip(pairs, scores, scores, strict=True):
         row = {**pair.groups, "logprob_good": -good.nats, "logprob_bad": -bad.nats, "is_correct": good.nats < bad.nats}
+        if num_files[pair.groups.get("file", "")] > 1:
+            row["file"] = pair.source or row["file"]
         result.append(row)
     return result
