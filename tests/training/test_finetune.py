@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from bisect import bisect
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_tokenizers import word_piece
 from refusals import txl
 from small_runs import make_run
 from tensors import assert_same_tensors
@@ -334,6 +336,27 @@ def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
     base = load(make_base(tmp_path), device="cpu")
     with pytest.raises(UserError, match=r"8-bit weights .* cannot be fine-tuned; take the run"):
         finetune(to_int8(base), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
+
+
+def test_objective_of_xlnet_follows_segments_and_tokenizer_of_the_new_run(tmp_path: Path) -> None:
+    """Its separators are those of the new tokenizer, and the lengths that the base's segment decided are decided anew."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(word_piece()))
+    texts = {"documents": {"train": ["the cat sat on the mat the dog sat there the cat here"] * 12}}
+    old = prepare(**texts, out=tmp_path / "old", tokenizer=tmp_path / "tokenizer.json")
+    words = prepare(**texts, out=tmp_path / "words", tokenizer="word")
+    model = {**MODEL, "architecture": "xlnet", "max_gram": 2}
+    short = {**TRAIN, "max_steps": 1, "segment_length": 14}
+    base = train_run(None, old, tmp_path / "base", model=model, train=short, **OPTIONS).path
+    assert len(load(base).config.model.functional_tokens) == 2
+    tuned = finetune(base, words, tmp_path / "tuned", replace_tokenizer=True, train=SHORT, **OPTIONS).run.config
+    again = train_run(base, words, tmp_path / "again", train={"max_steps": 1}, **OPTIONS).run.config
+    assert tuned.model.functional_tokens == again.model.functional_tokens == ()
+    longer = {**SHORT, "segment_length": 28, "batch_size": 2}
+    long = finetune(base, old, tmp_path / "long", train=longer, **OPTIONS).run.config.model
+    assert (long.reuse_length, long.num_predict) == (14, 4)
+    assert long.functional_tokens == load(base).config.model.functional_tokens
+    shorter = finetune(base, old, tmp_path / "shorter", train={**SHORT, "segment_length": 10}, **OPTIONS).run.config
+    assert shorter.model.reuse_length == 5
 
 
 def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:

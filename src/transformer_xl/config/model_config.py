@@ -501,6 +501,12 @@ class XLNetConfig(RelativeConfig):
         reuse_length, num_predict = self.reuse_length or segment_length // 2, self.num_predict or segment_length // 6
         return self.model_copy(update={"reuse_length": reuse_length, "num_predict": max(1, num_predict)})
 
+    def following(self, segment_length: int) -> dict[str, None]:
+        """Return the settings that follow from this segment length, without values, to be resolved with another."""
+        own = {"reuse_length": None, "num_predict": None}
+        default = self.model_copy(update=own).resolved(segment_length)
+        return {name: None for name in own if getattr(self, name) == getattr(default, name)}
+
     def part_lengths(self, segment_length: int) -> tuple[int, int]:
         """Return the numbers of text tokens in the two parts of a segment, before and after reuse_length."""
         reuse_length = self.reuse_length or segment_length // 2

@@ -360,6 +360,10 @@ def load_recipe(name: str) -> Recipe:
         if run.finetune is not None:  # a new model needs no more positions than training reads
             for setting in ("max_relative_positions", "max_position_embeddings"):
                 settings["model"].pop(setting, None)
+        if (xlnet := run.model.orders) is not None:  # what follows from the length of segments, and from the tokenizer
+            settings["model"] |= xlnet.following(run.train.segment_length)
+            if xlnet.functional_ids:
+                settings["model"]["functional_tokens"] = "auto"
         values = {"title": f"settings of the run {name}", "source": name, **settings}
     values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     recipe = check_settings(Recipe, values, f"recipe {name}")

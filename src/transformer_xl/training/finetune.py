@@ -61,10 +61,21 @@ _SCHEDULE = {
     "weight_average": "none", "average_start_step": 0, "average_learning_rate": None,
     "eval_interval": 250, "checkpoint_interval": 250,
 }  # fmt: skip
-# Settings of the model that its weights do not depend on: regularization, and how far attention looks back.
+# Settings of the model that its weights do not depend on: regularization, how far attention looks back, and XLNet's
+# objective.
 _CHANGEABLE = (
     *("dropout", "attention_dropout", "zoneout", "regularization"),
     *("attention_window", "clamp_length", "attend_empty_memory", "attn_implementation"),
+    *(
+        "perm_size",
+        "reuse_length",
+        "num_predict",
+        "mask_alpha",
+        "mask_beta",
+        "max_gram",
+        "functional_tokens",
+        "bi_data",
+    ),
 )
 
 
@@ -304,5 +315,9 @@ def tuned_settings(base: Run, vocab_size: int, overrides: Overrides, record: Ove
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
     model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
+    if (xlnet := config.model.orders) is not None:
+        model |= xlnet.following(config.train.segment_length)
+        if xlnet.functional_ids == base.tokenizer.separators:  # another tokenizer has others
+            model["functional_tokens"] = "auto"
     settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": record}
     return check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")

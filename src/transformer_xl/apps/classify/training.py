@@ -65,7 +65,7 @@ _OF_TEXTS = (
     *("max_epochs", "eval_tokens", "parallelism", "weight_average", "ema_decay", "average_start_step"),
     *("average_learning_rate", "compile", "trackers", "log_interval"),
 )
-_OF_TOKENS = "softmax.", "next_heads.", "second_heads."
+_OF_TOKENS = "softmax.", "next_heads.", "second_heads.", "mask_embedding"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def finetune_classifier(
     settings = tuned_settings(base_run, base_run.tokenizer.vocab_size, groups["model"], record)
     plain = {name: TrainConfig.model_fields[name].default for name in _OF_TEXTS}
     values = settings.model_dump() | {"finetune": record, "evaluation": {}}
-    config = run_settings(merge(values, {"train": plain}, groups), "settings")
+    objective = {} if settings.model.orders is None else {"bi_data": False}  # documents are read one way
+    config = run_settings(merge(values, {"train": plain, "model": objective}, groups), "settings")
     names, examples = _examples(base_run, documents, labels)
     if valid is None:
         examples, held_out = _split(examples, names, valid_fraction, config.train.seed)
