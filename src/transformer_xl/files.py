@@ -301,9 +301,9 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) atomically."""
+    """Write a text file (UTF-8) atomically; half a surrogate, which UTF-8 lacks, becomes an escape."""
     with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
 def print_csv(text: str) -> None:
     """Print CSV in UTF-8, whatever the encoding of the terminal."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", newline="\n")
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
     sys.stdout.write(text)
 
 

@@ -198,13 +198,17 @@ def test_a_full_disk_leaves_no_file(folder: Path, monkeypatch, capfd: pytest.Cap
         assert_refused(folder, "score run text.txt --per word --out a.csv", f"writing a.csv: {FULL}", capfd)
 
 
-def test_what_standard_output_gets_is_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the terminal has another encoding."""
-    stream = io.BytesIO()
+def test_what_standard_output_gets_is_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where the terminal has another encoding, and a label of JSON has half a surrogate, as files get it."""
+    stream, half = io.BytesIO(), tmp_path / "half.jsonl"
+    half.write_text('{"item": "\\ud800", "text": "one"}\n')
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding="ascii", errors="replace", newline="\r\n"))
-        assert run_command(["score", "run", "text.txt", "--per", "word", "--out", "-"]) == 0
+        for file, out in (("text.txt", "-"), (half, "-"), (half, tmp_path / "a.csv")):
+            assert run_command(["score", "run", str(file), "--per", "word", "--out", str(out)]) == 0
         sys.stdout.flush()
         content = stream.getvalue()
     assert "Caf\u00e9".encode() in content
     assert b"\r" not in content
+    assert content.endswith((tmp_path / "a.csv").read_bytes())
+    assert rb"half.jsonl,\ud800,1,one," in content
