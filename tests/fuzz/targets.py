@@ -756,7 +756,7 @@ def stream_state(folder: Path) -> Prepared:
     log.write_bytes(TEXT)
     source, stream = FollowedFile(log), SurprisalStream(run)
     lines = LineStream(stream)
-    lines.read(source.read(0) or b"")
+    next(lines.report(lines.read(source.read(0) or b"") + lines.flush()))
     extra = {"lines": lines.state(), "position": source.position(), "score": "mean", "threshold": 3.5}
     file = folder / "state"
     stream.save(file, extra)
@@ -770,8 +770,8 @@ def stream_state(folder: Path) -> Prepared:
         try:
             if isinstance(position := values.get("position"), dict):
                 source.begin_at(position)
-            for line in [*lines.read((source.read(0) or b"")[:300]), *lines.finish()]:
-                assert math.isfinite(line.bits)
+            for line in [*lines.report(lines.read((source.read(0) or b"")[:300])), *lines.finish()]:
+                assert math.isfinite(line.bits_per_token)
             json.dumps({"lines": lines.state(), "position": source.position()})
         finally:
             source.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import json
 import math
@@ -23,7 +24,9 @@ from refusals import assert_refused, txl
 from small_runs import make_run
 
 from transformer_xl import load
+from transformer_xl.cli.main import run
 from transformer_xl.evaluation.score import score
+from transformer_xl.evaluation.stream import ScoredTokens, SurprisalStream
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -202,11 +205,54 @@ def test_a_followed_file_in_processes_that_are_stopped(tmp_path: Path) -> None:
     assert watch.process.stdout is not None
     assert watch.process.stderr is not None
     watch.process.stdout.close()
-    appended(log, "nobody reads this\n")
+    unread = ["nobody reads this", "nor this", "nor that"]
+    appended(log, "".join(f"{text}\n" for text in unread))
     assert "Traceback" not in watch.process.stderr.read()
     watch.process.stderr.close()
     assert watch.process.wait(60) == 0
     assert state.read_bytes() != before
+    watch = Watch("--file", log, "--state", state, *words)
+    assert [(line["line"], line["text"]) for line in watch.lines(3)] == list(enumerate(unread, start=7))
+    watch.stop()
+
+
+class StuckOutput(io.StringIO):
+    """Standard output whose reader stops after two lines; the user then presses Ctrl-C twice."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue().count("\n") == 2:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_lines_that_a_second_signal_keeps_from_being_printed_are_in_the_state(
+    piped, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    piped([LOG.encode()])
+    words = ["watch", "run", "--json", "--state", str(tmp_path / "state")]
+    with contextlib.redirect_stdout(StuckOutput()) as output, pytest.raises(SystemExit, match="130"):
+        run(words)
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        second = txl(*words)
+    found = records(output.getvalue()) + records(second.out)
+    assert [record["bits"] for record in found] == pytest.approx(expected_bits(LOG.encode()), rel=1e-5)
+    assert [record["text"] for record in found] == LOG.splitlines()
+
+
+def test_a_second_signal_does_not_interrupt_the_reading_of_a_block(tmp_path: Path, monkeypatch: Patch) -> None:
+    read = SurprisalStream.read
+
+    def read_with_signals(stream: SurprisalStream, text: bytes) -> ScoredTokens:
+        tokens = read(stream, text)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return tokens
+
+    monkeypatch.setattr(SurprisalStream, "read", read_with_signals)
+    result = txl("watch", "run", "--json", "--file", "log", "--state", tmp_path / "state")
+    assert (result.status, len(records(result.out))) == (130, 40)
 
 
 @pytest.mark.parametrize(

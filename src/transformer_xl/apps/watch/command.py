@@ -153,14 +153,16 @@ def watch(
     num_lines = num_printed = 0
     start, num_tokens = time.perf_counter(), stream.num_tokens
     try:
-        with _stopped_by_signals() as stopped:
+        with _stopped_by_signals() as stop:
             is_end = state is None
             delay = options.max_delay
-            for line in watch_lines(lines, source, max_delay=delay, is_stopped=lambda: bool(stopped), finish=is_end):
+            for line in watch_lines(lines, source, max_delay=delay, is_stopped=lambda: stop.number > 0, finish=is_end):
                 num_lines += 1
                 if limit is None or line.score(name) > limit:
                     num_printed += 1
+                    stop.is_printing = True
                     _print(line, name, limit, as_json=json)
+                    stop.is_printing = False
     finally:  # also where standard output was closed
         if state is not None:
             alarm = {"score": name, "threshold": limit}
@@ -169,7 +171,7 @@ def watch(
     above = "" if limit is None else f", {num_printed:,} of them above {limit:.4g} bits ({name})"
     seconds = time.perf_counter() - start
     say(f"{num_lines:,} lines{above}; {stream.num_tokens - num_tokens:,} tokens in {seconds:,.1f} s")
-    return 128 + stopped[0] if stopped else 0
+    return 128 + stop.number if stop.number else 0
 
 
 def _alarm(
@@ -202,19 +204,27 @@ def _alarm(
     return name, found.threshold
 
 
-@contextmanager
-def _stopped_by_signals() -> Iterator[list[int]]:
-    """Yield a list that SIGINT and SIGTERM append their number to; a second signal stops at once."""
-    stopped: list[int] = []
+@dataclass
+class _Stop:
+    """What SIGINT and SIGTERM ask for: to stop, and if there are two, at once where nobody reads what is printed."""
 
-    def on_signal(number: int, _: object) -> None:
-        if stopped:
+    number: int = 0
+    """The first signal, or 0."""
+    is_printing: bool = False
+
+    def on_signal(self, number: int, _: object) -> None:
+        """Remember the signal; while a block is read, a second one waits too, else lines of it would be lost."""
+        if self.number and self.is_printing:
             raise KeyboardInterrupt
-        stopped.append(number)
+        self.number = self.number or number
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[_Stop]:
+    stop = _Stop()
+    previous = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopped
+        yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

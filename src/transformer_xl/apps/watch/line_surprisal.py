@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -79,6 +79,10 @@ class _State:
     """The first bytes of lines that are not reported, of which the last is arriving."""
     mark: _Start | None
     """What may be a byte order mark, which is no text; None after it."""
+    unreported: list[tuple[_Count, _Count, Annotated[int, Field(ge=1, lt=2**62)], float, float, str]] = field(
+        default_factory=list
+    )
+    """The values of lines that `report` has yet to yield, or has yielded last."""
 
 
 _JSON = TypeAdapter(_State)
@@ -145,6 +149,14 @@ class LineStream:
             lines.append(self._end_line())
         self._state.starts = [b""]
         return lines
+
+    def report(self, lines: list[LineSurprisal]) -> Iterator[LineSurprisal]:
+        """Yield lines after those that were left; until the next one is asked for, a line stays in the state."""
+        unreported = self._state.unreported
+        unreported += map(astuple, lines)
+        while unreported:
+            yield LineSurprisal(*unreported[0])
+            del unreported[0]
 
     def state(self) -> dict[str, Any]:
         """Return what this object holds, as JSON values."""
@@ -217,7 +229,7 @@ def watch_lines(
     """Yield the surprisal of the lines of a text that is being written, until its end or until it is stopped.
 
     While text comes faster than it is read, whole segments are read. When it comes slowly, the whole lines that have
-    arrived are reported after `max_delay`.
+    arrived are reported after `max_delay`. What was not asked for stays in the state of `lines`, and comes first later.
 
     Args:
         lines: reads the text.
@@ -226,22 +238,22 @@ def watch_lines(
         is_stopped: returns whether to stop; it is called between blocks.
         finish: whether the end of the text ends its last line; otherwise a line without an end stays in the state.
     """
+    yield from lines.report([])
     waiting_since: float | None = None
     while not is_stopped():
         left = _IDLE_SECONDS if waiting_since is None else waiting_since + max_delay - time.monotonic()
         block = source.read(min(max(0.0, left), _IDLE_SECONDS))
         if block is None:
-            yield from lines.finish() if finish else lines.flush()
+            yield from lines.report(lines.finish() if finish else lines.flush())
             return
         if block:
-            yield from lines.read(block)
+            yield from lines.report(lines.read(block))
         if not lines.has_waiting_lines:
             waiting_since = None
         elif waiting_since is None:
             waiting_since = time.monotonic()
         # after a full block more is there, and the lines are reported with the next segments
         elif len(block) < BLOCK_BYTES and time.monotonic() - waiting_since >= max_delay:
-            yield from lines.flush()
+            yield from lines.report(lines.flush())
             waiting_since = None
-    yield from lines.read(source.rest())
-    yield from lines.flush()
+    yield from lines.report(lines.read(source.rest()) + lines.flush())
