@@ -198,6 +198,19 @@ def test_prompts_are_scored_as_by_score(engines, name: str, memory_length: int |
         assert [token.logprob for token in job.prompt_tokens] == pytest.approx(list(-expected.nats_K), abs=1e-4)
 
 
+def test_softmax_temperature_of_the_run_is_that_of_prompts_alone(engines, tmp_path: Path) -> None:
+    run, served, engine = engines(run=make_run(tmp_path / "warm", evaluation={"softmax_temperature": 1.5}))
+    job, listener = make_job(served, LONG, 3, score_prompt=True, num_logprobs=2)
+    engine.submit(job)
+    _, tokens, _ = listener.wait()
+    (expected,) = score(run, LONG)
+    prompt = list(job.prompt_tokens)
+    assert [token.logprob for token in prompt] == pytest.approx(list(-expected.nats_K), abs=1e-4)
+    assert all(dict(token.top).get(token.token_id, token.logprob) == token.logprob for token in prompt)
+    _, logprobs, _ = plainly_generated(served, job.input_ids, job.config, 3)
+    assert logprobs_of(tokens) == logprobs
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("memory_length", [None, 0])
 def test_completion_is_the_same_whatever_else_is_asked_for(engines, name: str, memory_length: int | None) -> None:

@@ -341,11 +341,13 @@ class Engine:
         self._end(job, Finished(None))
 
     def _score(self, job: TextJob, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
-        """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities."""
-        inference, tokens = job.served.inference, list[ScoredToken]()
+        """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities as in `score`."""
+        inference, tokens, temperature = job.served.inference, list[ScoredToken](), job.served.plan.softmax_temperature
         width = max(1, _MAX_LOGITS // inference.config.vocab_size)
         for start in range(0, len(targets), width):
             logits_TV = inference.logits(hidden_BTD[:, start : start + width])[0]
+            if temperature != 1:
+                logits_TV = logits_TV / temperature
             tokens += _scored(logits_TV, targets[start : start + width], job.num_logprobs or 0)
         if any(token.logprob is None for token in tokens):
             raise UserError(_DAMAGED)
