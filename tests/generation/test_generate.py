@@ -257,6 +257,16 @@ def test_chat_continues_the_memory_of_earlier_turns(run: Run, settings: dict[str
     assert end != "no such text" or finish_reasons == ["length"] * 3
 
 
+def test_chat_does_not_repeat_the_beginning_of_an_end(run: Run) -> None:
+    """A reply that max_new_tokens cuts within its stop string gets only what it lacks of that."""
+    cut = "".join(stream(run, "the cat\n", max_new_tokens=9, seed=2))
+    chat = Chat(run, max_new_tokens=9, seed=2, stop=f"{cut[-2:]}#")
+    first = stream(run, "the cat\n", max_new_tokens=9, seed=2)
+    assert "".join(chat.reply("the cat")) == "".join(first) == cut
+    expected = stream(run, "#a\n", memory=first.memory(), max_new_tokens=9, seed=3, stop=f"{cut[-2:]}#")
+    assert list(chat.reply("a")) == list(expected)
+
+
 def test_chat_with_stop_at_newline_equals_a_stop_string(run: Run) -> None:
     by_token, by_text = (Chat(run, max_new_tokens=100, **settings) for settings in ({"stop_at_newline": True}, {}))
     for line in ("the cat", "a"):

@@ -36,7 +36,7 @@ class Chat:
             config = config.model_copy(update={"stop": config.stop or ("\n",)})
         self._run, self._config = run, config
         self._memory: Memory | None = None
-        self._text_before_line = ""  # the end that a truncated reply lacks
+        self._text_before_line = ""  # what a truncated reply lacks of its end
 
     def reply(self, line: str) -> Iterator[str]:
         """Prefill a line (without its newline) and stream the reply; iterate to its end before the next line.
@@ -49,8 +49,16 @@ class Chat:
         return self._remember(reply)
 
     def _remember(self, reply: GenerationStream) -> Iterator[str]:
-        yield from reply
+        last = ""
+        for text in reply:
+            last = (last + text)[-len(self._end_of_reply) :]
+            yield text
         self._memory = reply.memory()
         # terminate a reply that was truncated by max_new_tokens before the next line
-        self._text_before_line = self._end_of_reply if reply.finish_reason == "length" else ""
+        self._text_before_line = rest_of_end(last, self._end_of_reply) if reply.finish_reason == "length" else ""
         self._config = self._config.model_copy(update={"seed": self._config.seed + 1})
+
+
+def rest_of_end(text: str, end: str) -> str:
+    """Return what `text` lacks to end with `end`."""
+    return end[next(size for size in range(len(end), -1, -1) if text.endswith(end[:size])) :]

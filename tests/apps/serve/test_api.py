@@ -398,6 +398,16 @@ def test_chat_session_ends_an_unfinished_reply_before_the_next_message(client: h
     pytest.fail("no reply was stopped")
 
 
+def test_chat_session_ends_a_message_with_all_of_its_end(run: Run) -> None:
+    """Where the role is in it too."""
+    with running({"tiny": run}, chat_template="<{role}>{content}</{role}>\\n") as (client, _):
+        body = {"model": "tiny", "messages": [USER], "max_tokens": 3, "seed": 1}
+        first = client.post("/v1/chat/completions", json={**body, "session": "new"}).json()
+        assert first["choices"][0]["finish_reason"] == "length"
+        second = client.post("/v1/chat/completions", json={**body, "session": first["session"]}).json()
+        assert second["usage"]["prompt_tokens"] == len("</assistant>\n<user>hi</user>\n<assistant>")
+
+
 def test_chat_needs_a_template(run: Run) -> None:
     with running({"tiny": run}) as (client, _):
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

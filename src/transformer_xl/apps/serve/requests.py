@@ -24,6 +24,7 @@ from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.apps.serve.sessions import Session, SessionStore
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.evaluation.attention_by_distance import require_attention_terms
+from transformer_xl.generation.chat import rest_of_end
 from transformer_xl.generation.generation_config import GenerationConfig
 
 _MAX_ATTENTION = 2**21  # probabilities in an answer
@@ -122,7 +123,7 @@ class RequestRunner:
         lengths = {length for length in (body.max_tokens, body.max_completion_tokens) if length is not None}
         if len(lengths) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
-        end = template.partition("{content}")[2].partition("{")[0]
+        end = template.partition("{content}")[2].replace("{role}", "assistant")
         sampling: dict[str, Any] = {name: getattr(body, name) for name in Sampling.model_fields}
         sampling["stop"] = [*_stops(body), *([end] if end else [])]
         completion = CompletionBody.model_construct(
@@ -415,11 +416,6 @@ def chat_prompt(template: str, messages: Sequence[Message]) -> str:
 
     texts = [filled(template, message.role, message.text) for message in messages]
     return "".join(texts) + filled(template.partition("{content}")[0], "assistant", "")
-
-
-def rest_of_end(text: str, end: str) -> str:
-    """Return what `text` lacks to end with `end`."""
-    return end[next(size for size in range(len(end), -1, -1) if text.endswith(end[:size])) :]
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
