@@ -16,6 +16,7 @@ from transformer_xl.apps.serve import guard
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.server import guard_settings
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.score import score
 from transformer_xl.generation.generate import generate
 from transformer_xl.run import Run
@@ -544,6 +545,16 @@ def test_file_of_keys_that_everybody_can_read_is_mentioned(tmp_path: Path, capsy
         keys.chmod(mode)
         assert guard_settings(ServerConfig(api_key_file=str(keys))).keys == [KEY]
         assert capsys.readouterr().err.count("can be read by every user") == num_notes
+
+
+def test_key_of_the_environment_may_end_in_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a secret that was written by echo."""
+    for given, keys in ((f"{KEY}\n", [KEY]), ("", [])):
+        monkeypatch.setenv("TXL_API_KEY", given)
+        assert guard_settings(ServerConfig()).keys == keys
+    monkeypatch.setenv("TXL_API_KEY", "\n")
+    with pytest.raises(UserError, match="at least"):
+        guard_settings(ServerConfig())
 
 
 @pytest.mark.parametrize(

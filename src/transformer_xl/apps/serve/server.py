@@ -165,7 +165,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
         if not keys:
             raise UserError(f"--api-key-file {config.api_key_file} has no key; write one in each line")
     elif os.environ.get(KEY_VARIABLE):
-        keys = [os.environ[KEY_VARIABLE]]
+        keys = [os.environ[KEY_VARIABLE].strip()]  # secrets that were written by echo end in a newline
     if any(len(key) < _MIN_KEY_CHARACTERS or not key.isascii() for key in keys):
         raise UserError(f"an API key must have at least {_MIN_KEY_CHARACTERS} ASCII characters; choose another")
     if not keys and config.host not in _LOOPBACK_ADDRESSES:
