@@ -242,6 +242,11 @@ class RunFolder:
         best = self._best_weights()
         return None if best is None or best.valid_nats_per_token is None else (best.step, best.valid_nats_per_token)
 
+    def best_step(self) -> int | None:
+        """Return the step of the best weights, or None if they do not exist."""
+        best = self._best_weights()
+        return None if best is None else best.step
+
     def choose_weights(self, checkpoint: CheckpointName = "best") -> ChosenWeights:
         """Choose the best weights, or the last ones.
 

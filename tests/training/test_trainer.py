@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensors import assert_same_tensors
 from training_runs import (
     CPU,
     StopAt,
@@ -32,6 +33,8 @@ from typing_extensions import override
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run import load_run
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.segments import DatasetPosition
@@ -142,6 +145,23 @@ def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -
     assert trainer.run()
     assert trainer.state.best_nats is None
     assert all(equals_best(trainer.folder, trainer.folder.choose_weights("last").used.file))
+
+
+def test_average_that_could_not_be_saved_at_the_end_is_saved_when_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without validation text it is saved after the last checkpoint: the disk was full, say."""
+    settings = {"max_steps": 6, "weight_average": "ema", "ema_decay": 0.8}
+    corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
+    whole, failed = (start(tmp_path / name, corpus, **settings) for name in ("whole", "failed"))
+    assert whole.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save_weights", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failed.run()
+    assert reopened(failed).run()
+    expected = load_tensors(whole.folder.path / "model.safetensors")[0]
+    assert_same_tensors(load_tensors(failed.folder.path / "model.safetensors")[0], expected)
 
 
 def test_stop_validates_the_last_weights(tmp_path: Path) -> None:

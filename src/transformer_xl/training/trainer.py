@@ -172,7 +172,8 @@ class Trainer:
         if is_changed:  # with other settings the losses may be others
             self.health.state = DivergenceState()
         # a run that is to end at this step has no next checkpoint, so this one is written again if settings changed
-        ends_here = self.state.step == self.config.max_steps and is_changed
+        # or if the last weights, the best of a run without validation, were not saved after it
+        ends_here = self.state.step == self.config.max_steps and (is_changed or not self._has_last_weights())
         self._saved_state = None if ends_here else self.state
         return warnings
 
@@ -373,6 +374,12 @@ class Trainer:
             self._update_state(best_nats=None)
         elif best is not None and best[0] > self.state.validation_step:
             self._update_state(best_nats=best[1], validation_text=text)
+
+    def _has_last_weights(self) -> bool:
+        """Return whether the file of the best weights has those of this step, or validation chooses them."""
+        with self.world.raise_together():
+            step = self.folder.best_step() if self.world.is_first else None
+        return self.validator is not None or self.world.gather(step)[0] == self.state.step
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the average of its weights, if the run computes one."""
