@@ -224,7 +224,7 @@ def test_lines_without_tokens_are_compared(tmp_path: Path) -> None:
         assert row["tokens"] == found.sums.tokens
         assert row["bits_per_byte"] == pytest.approx(found.sums.nats / math.log(2) / page.stat().st_size, rel=1e-6)
         assert row is losses[0] or row["difference_low"] < row["difference"] < row["difference_high"]
-    with pytest.raises(UserError, match="none.txt: the text is empty; give one with at least one token"):
+    with pytest.raises(UserError, match=r"none.txt: the text is empty; give one with at least one token"):
         compare_runs(runs, CommonText.open(records, on=none), device="cpu")
 
 

@@ -157,7 +157,9 @@ class CommonText:
 
         text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N)
         nats_K = losses_in_order(plan.model_of(run), text, plan, advance)
-        return nats_K, np.bincount(piece_K, nats_K[: len(piece_K)], len(self.pieces)), plan
+        nats_N = np.zeros(len(self.pieces))
+        np.add.at(nats_N, piece_K, nats_K[: len(piece_K)])
+        return nats_K, nats_N, plan
 
 
 def compare_runs(
