@@ -147,6 +147,9 @@ def test_going_back_with_other_settings_sends_the_new_lines(
     (sent,) = recorder.RUNS.values()
     assert without_times(sent["lines"][-6:]) == without_times(expected_lines(run)[-6:])
     assert len(sent["lines"]) == 12 + 3 + 6
+    resume(run, from_step=8, **OPTIONS)  # with the settings before the change
+    assert without_times(sent["lines"][-6:]) == without_times(expected_lines(run)[-6:])
+    assert len(sent["lines"]) == 12 + 3 + 6 + 6
 
 
 def test_tracker_of_a_later_start_gets_the_earlier_lines(tmp_path: Path, plain: Path, recorder: type[Recorder]) -> None:
@@ -276,5 +279,5 @@ def test_package_has_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = train(None, letters_corpus(tmp_path / "corpus"), "run", model=MODEL, train=settings, **options).path
     run_id = json.loads((run / "trackers.json").read_text())[name]["id"]
     resume(run, **OPTIONS)
-    assert json.loads((run / "trackers.json").read_text())[name] == {"id": run_id, "train": 12, "valid": 12}
+    assert json.loads((run / "trackers.json").read_text())[name] == {"id": run_id, "train": 12, "valid": 12, "changes": []}
     assert READERS[name](run, run_id) == {"train": list(range(1, 13)), "valid": [5, 10, 12]}

@@ -1,8 +1,9 @@
 """Trackers: programs such as W&B that also get the settings, metrics, results and a sample of a run (train.trackers).
 
 `TrackerCallback` decides what is sent when; the classes below it say how each program takes it. Whatever a program
-raises ends the sending, never the training. `trackers.json` in the run's folder has, for each, the id of the run there
-and the last step that was sent, so a resumed run goes on in the same place and sends no line twice.
+raises ends the sending, never the training. `trackers.json` in the run's folder has, for each, the id of the run there,
+the last step that was sent, and the changes of settings, so a resumed run goes on in the same place and sends no line
+twice.
 
 Where each program keeps its data, and what it is called there, is left to its own environment variables.
 """
@@ -254,9 +255,12 @@ class TrackerCallback(Callback):
         tracker = self._tracker = TRACKERS[self.name](self.name)
         self._record["id"] = tracker.begin(folder, self._record.get("id"), step)
         # lines that were sent and are trained again are the same, unless settings have changed
-        is_changed = any(change.step == step for change in folder.config.history[-1:])
+        changes = [str(change) for change in folder.config.history]
+        earlier = [str(change) for change in folder.config.history if change.step < step]
+        is_changed = self._record.get("changes", earlier) != changes  # earlier versions did not record them
         latest = step - 1 if tracker.can_rewind else step if is_changed else sys.maxsize
         self._record |= {split: min(self._record.get(split, -1), latest) for split in ("train", "valid")}
+        self._record["changes"] = changes
         self._send(tracker, folder, folder.metrics())  # also those from before the tracker was named
 
     def _send(self, tracker: Tracker, folder: RunFolder, lines: Sequence[Metrics]) -> None:
