@@ -432,6 +432,24 @@ def test_nothing_is_lost_in_silence(tmp_path: Path) -> None:
         assert not (tmp_path / "corpus").exists()
 
 
+@pytest.mark.parametrize("rows", [4000, 2201, 0])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_table_that_changes_while_it_is_read_is_refused(tmp_path: Path, rows: int, is_first: bool) -> None:
+    """Rows are measured, and then read again: those of a file that is still being written are others then."""
+    row = b"x" * 999 + b"\n"
+    files = make_files(tmp_path / "files", {"a.tsv": b"text\n" + row * 2200, "b.tsv": b"text\nother\n"})
+    table, other = files / "a.tsv", files / "b.tsv"
+
+    def progress(stage: str, *_: int) -> None:
+        if stage == "write":
+            table.write_bytes(b"text\n" + row * rows)
+
+    paths = [table, other] if is_first else [other, table]
+    with pytest.raises(UserError, match=r"a.tsv changed while it was read; try again once it is complete"):
+        prepare(paths, tmp_path / "c", split_method="end", progress=progress)
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_mark_hides_no_table_and_an_empty_value_no_column(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\ufeffid;the title (short);body\n" + '1;a;"b\nc"\n' * 9)
     corpus = prepare(tmp_path / "a.txt", out=tmp_path / "corpus")

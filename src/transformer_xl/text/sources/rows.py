@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -59,6 +59,8 @@ class TextBatch:
     """JSON lines; or texts, each with its place."""
     raw: int = 0
     """Bytes of the file that were read, for the progress display."""
+    num_bytes: int | None = None
+    """Bytes of its texts, once they were measured."""
 
     def texts(self) -> Iterator[tuple[str, bytes]]:
         """Yield the place and the text of each row."""
@@ -272,7 +274,7 @@ class SplitChoice:
         """Return for each row of a batch, with so many bytes of text before it, its split, its number and the row.
 
         Raises:
-            UserError: a row is damaged or has no text.
+            UserError: a row is damaged or has no text, or the rows are not those that were measured.
         """
         rows, position = list[tuple[SplitName, int, Document]](), batch[1]
         for number, (place, text) in enumerate(batch[0].texts(), start=batch[0].document):
@@ -284,7 +286,13 @@ class SplitChoice:
                 split = SPLITS[min(bisect_right(self.ends, position), len(SPLITS) - 1)]
             rows.append((split, number, Document(place, [text], len(text))))
             position += len(text)
+        if batch[0].num_bytes not in (None, position - batch[1]):
+            raise _changed(batch[0].name)
         return rows
+
+
+def _changed(name: str) -> UserError:
+    return UserError(f"{name} changed while it was read; try again once it is complete")
 
 
 def bucket_of(seed: int, text: bytes) -> int:
@@ -322,11 +330,14 @@ class DocumentRows:
 
     def batches(self) -> Iterator[tuple[TextBatch, int]]:
         """Yield all rows in batches, each with the number of bytes of text before it."""
-        positions, document = iter(accumulate(self.sizes, initial=0)) if self.sizes else repeat(0), 0
+        sizes, position, document = iter(self.sizes), 0, 0
         for file in self.files:
             for batch in file.batches():
-                yield replace(batch, document=document), next(positions)
-                document += batch.document
+                size = next(sizes, -1) if self.sizes else None  # -1: no batch has it
+                yield replace(batch, document=document, num_bytes=size), position
+                position, document = position + (size or 0), document + batch.document
+        if next(sizes, None) is not None:
+            raise _changed(str(self.files[-1].path))
 
     def documents(self, splits: Sequence[SplitName]) -> Iterator[Document]:
         """Yield the rows of some splits as documents."""
