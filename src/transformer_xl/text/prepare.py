@@ -179,10 +179,12 @@ def prepare(
         folder = _PARENT_FOLDER / text.name
         check_is_new(folder)
     document_unit = text_config.document_unit or text.document_unit
-    tokenizer_config = None
+    tokenizer_config, ready = None, given_tokenizer
     if not isinstance(given_tokenizer, Tokenizer):
         tokenizer_config = _tokenizer_config(given_tokenizer, text.tokenizer, tokenizer_settings)
-    what = tokenizer_config.model_dump() if tokenizer_config else fingerprint(cast(Tokenizer, given_tokenizer))
+        if tokenizer_config.vocab_file is not None:  # nothing is trained, and a corpus goes on only with these words
+            tokenizer_config, ready = None, _train_tokenizer(text, tokenizer_config, num_workers, progress)
+    what = tokenizer_config.model_dump() if tokenizer_config else fingerprint(cast(Tokenizer, ready))
     key = None if documents is not None else _key(text, text_config, what, document_unit)
     notes = [*text.notes]
 
@@ -213,7 +215,7 @@ def prepare(
                 notes.append(f"left out files of archives: {first_few(left_out)}")
             text = replace(text, rows=rows)
         if tokenizer_config is None:
-            encoder = cast(Tokenizer, given_tokenizer)
+            encoder = cast(Tokenizer, ready)
         elif "tokenizer" in unfinished.values:
             encoder = load_tokenizer(temporary / "txl_tokenizer.json")
         else:

@@ -403,6 +403,25 @@ def test_killed_preparation_goes_on_and_gives_the_same_files(tmp_path: Path, kin
     assert not unfinished.exists()
 
 
+def test_preparation_begins_anew_with_another_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_writer, "SECONDS_BETWEEN_SAVES", 0.0)
+    files = {"a.tsv": b"text\n" + (b"a b c " * 200 + b"\n") * 2000, "words.txt": b"<eos>\n<unk>\na\nb\n"}
+    folder, stages = make_files(tmp_path / "files", files), list[str]()
+
+    def progress(stage: str, *_: int) -> None:
+        stages.append(stage)
+        if stages.count("write") == 2:
+            raise InterruptedError
+
+    settings: dict[str, Any] = {"tokenizer": "word", "vocab_file": folder / "words.txt", "split_method": "end"}
+    with pytest.raises(UserError):
+        prepare(folder / "a.tsv", tmp_path / "c", progress=progress, **settings)
+    make_files(folder, {"words.txt": b"<eos>\n<unk>\nc\na\n"})
+    corpus = prepare(folder / "a.tsv", tmp_path / "c", **settings)
+    assert corpus.tokenizer.decode(range(4)) == "\n<unk> c a"
+    assert any(note.startswith("began anew") for note in corpus.notes)
+
+
 def damaged_files() -> dict[str, bytes]:
     """Files that are cut, or whose second part is damaged, and what their readers would take for the end."""
     half = b"".join(b'{"text": "some text of row %d"}\n' % number for number in range(40))
