@@ -199,6 +199,10 @@ def test_documents_in_memory() -> None:
     for documents, message in (
         ({"valid": ["a"]}, "has valid; give train"),
         ({"trian": ["a"]}, "has trian; give train"),
+        (
+            {"train": ["a"], "dev": ["a"], "validation": ["b"]},
+            "has train, dev, validation, of which two are the valid split; give one",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             prepare_corpus(out="new", documents=documents)

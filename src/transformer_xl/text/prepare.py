@@ -373,7 +373,14 @@ def _in_memory(documents: Texts | Mapping[SplitName, Texts], config: TextConfig,
     """Return texts, or rows, in memory."""
     given: dict[Any, Any] = {None: documents}
     if isinstance(documents, Mapping):
-        given = {split_named(str(name)) or name: texts for name, texts in documents.items()}
+        given = {}
+        for name, texts in documents.items():
+            split = split_named(str(name)) or name
+            if split in given:
+                raise UserError(
+                    f"documents has {', '.join(map(str, documents))}, of which two are the {split} split; give one"
+                )
+            given[split] = texts
     if None not in given and not {"train"} <= set(given) <= set(SPLITS):
         raise UserError(f"documents has {', '.join(map(str, given))}; give train, and valid and test if you have them")
     given = {split: list(texts) if isinstance(texts, Iterator) else texts for split, texts in given.items()}

@@ -153,6 +153,16 @@ def test_data_sets_and_tables_of_other_libraries(tmp_path: Path, expected: dict[
         texts_by_name(pandas.DataFrame({"a": ["x"], "b": ["y"]}))
 
 
+def test_a_second_split_for_validation_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """Of a folder of `save_to_disk`, here with other tables."""
+    splits = ["train", "validation", "dev", "extra"]
+    rows = {f"{split}/a.tsv": f"text\n{split}\n".encode() for split in splits}
+    make_files(tmp_path / "s", {**rows, "dataset_dict.json": json.dumps({"splits": splits}).encode()})
+    corpus = prepare(tmp_path / "s", tmp_path / "c")
+    assert bytes(corpus.split("valid").tokens[:]) == b"validation"
+    assert f"left out the splits dev, extra of {tmp_path}/s" in corpus.notes
+
+
 def test_processes_tokenizers_and_the_end_of_a_text(tmp_path: Path) -> None:
     """With small batches, so that there is something to do for two processes."""
     make_files(tmp_path, {"a.jsonl": LINES * 40, "a.json": json.dumps(ROWS * 40).encode()})

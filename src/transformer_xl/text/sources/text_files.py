@@ -394,8 +394,13 @@ def saved_splits(paths: Sequence[str]) -> tuple[dict[SplitName, list[str]], tupl
         if not (file := Path(paths[0], "dataset_dict.json")).is_file():
             return {}, ()
     names = [str(name) for name in read_json_object(file).get("splits", [])]
-    splits = {split: [str(Path(paths[0], name))] for name in names if (split := split_named(name))}
-    others = [name for name in names if not split_named(name)]
+    splits, others = dict[SplitName, list[str]](), list[str]()
+    for name in names:
+        split = split_named(name)
+        if split is None or split in splits:  # validation and dev are one
+            others.append(name)
+        else:
+            splits[split] = [str(Path(paths[0], name))]
     return splits, (f"left out the splits {', '.join(others)} of {paths[0]}",) if others else ()
 
 
