@@ -385,6 +385,13 @@ def test_run_is_locked_while_it_is_trained(folder: Path, monkeypatch: Patch, cap
     do(RESUME)
 
 
+@pytest.mark.parametrize("words", ["prepare -", "score run -", "generate run --chat"])
+def test_a_closed_standard_input_is_refused(folder: Path, words: str, monkeypatch: Patch, capfd: Capture) -> None:
+    """As after `txl score run - <&-`."""
+    monkeypatch.setattr("sys.stdin", None)
+    assert_refused(folder, words, "standard input is closed; give it a text, or ", capfd)
+
+
 @pytest.mark.parametrize("words", [TRAIN_SMALL, "prepare text.txt --out new"])
 def test_full_disk_leaves_no_new_files(folder: Path, words: str, monkeypatch: Patch, capfd: Capture) -> None:
     for writes in range(3):  # number of files and folders that are flushed (os.fsync) before the disk is full

@@ -76,6 +76,10 @@ def generate(
         from transformer_xl.apps.music.midi import check_midi_path
 
         check_midi_path(out)
+    if chat:
+        from transformer_xl.text.sources.archives import standard_input
+
+        standard_input("leave --chat out")
     if prompt_file is not None and out is None:
         from transformer_xl.text.sources.archives import read_text_file
         from transformer_xl.text.sources.file_codec import MIDI_SUFFIXES

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -86,11 +85,11 @@ def score(
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
-    from transformer_xl.text.sources.archives import read_text_file
+    from transformer_xl.text.sources.archives import read_text_file, standard_input
     from transformer_xl.text.sources.tables import format_of, looks_like_table
 
     contents = {
-        name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
+        name: standard_input().buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
         for name, path in paths.items()
     }
     for name, content in contents.items():

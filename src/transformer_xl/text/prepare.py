@@ -9,7 +9,6 @@ import codecs
 import inspect
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformer_xl.config import UserError, check_settings, check_type, nearest
 from transformer_xl.files import as_user_error, atomic_folder, check_is_new, json_digest
 from transformer_xl.text.corpus_writer import UNFINISHED, Unfinished, fill_corpus, is_unfinished
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
-from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress
+from transformer_xl.text.sources.archives import CHUNK_BYTES, Progress, no_progress, standard_input
 from transformer_xl.text.sources.file_codec import FileCodec, find_codec
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
 from transformer_xl.text.sources.rows import RowFile, RowSource, rows_in_memory
@@ -142,7 +141,7 @@ def prepare(
         with TemporaryDirectory(prefix="txl-") as kept:  # it is read more than once
             file = Path(kept, STANDARD_INPUT)
             with as_user_error(f"writing {file}"), file.open("wb") as stream:
-                shutil.copyfileobj(sys.stdin.buffer, stream, 2**20)
+                shutil.copyfileobj(standard_input().buffer, stream, 2**20)
             replaced: dict[str, Any] = {
                 name: [str(file) if path in _STANDARD_INPUT else path for path in of_split]
                 for name, of_split in sources.items()

@@ -90,6 +90,7 @@ class WatchOptions:
     def open(self) -> LiveText:
         """Open the text."""
         from transformer_xl.apps.watch.live import FollowedFile, PipedText, SocketText
+        from transformer_xl.text.sources.archives import standard_input
 
         if self.file is not None:
             return FollowedFile(self.file, from_end=self.from_end)
@@ -97,11 +98,10 @@ class WatchOptions:
             source = SocketText(self.socket)
             say(f"listening at {source.name}")
             return source
-        if sys.stdin is None:
-            raise UserError("standard input is closed; give it a text, or give --file or --socket")
-        if sys.stdin.isatty():
+        text = standard_input("give --file or --socket")
+        if text.isatty():
             say("reading what is typed, until Ctrl-D; a log is read with txl watch RUN < FILE, or --file FILE")
-        return PipedText(sys.stdin.fileno())
+        return PipedText(text.fileno())
 
 
 _DEFAULTS = WatchOptions()

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, TextIO, cast
 
 from typing_extensions import override
 
@@ -205,6 +205,20 @@ def read_text_file(path: Path) -> bytes:
     """
     with open_decompressed(path) as file:
         return file.read().removeprefix(codecs.BOM_UTF8)
+
+
+def standard_input(otherwise: str = "name a file") -> TextIO:
+    """Return standard input.
+
+    Args:
+        otherwise: what to do instead of giving it a text.
+
+    Raises:
+        UserError: it is closed.
+    """
+    if sys.stdin is None:
+        raise UserError(f"standard input is closed; give it a text, or {otherwise}")
+    return sys.stdin
 
 
 @contextmanager
