@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import datetime
 from html import unescape
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from refusals import txl
+from refusals import CommandResult, txl
 
 from transformer_xl import Corpus
 from transformer_xl.apps.analyze.attention_maps import TermMaps, trace_attention
 from transformer_xl.apps.reproduce import demo
+from transformer_xl.config import UserError
 from transformer_xl.device import environment
 from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.files import lock_folder
 from transformer_xl.text.prepare import prepare
 from transformer_xl.text.tokenizers import ByteTokenizer
 
@@ -153,6 +156,29 @@ def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], 
     assert len(charts) == 2
     assert all(width <= 390 and width >= natural for width, natural in charts)  # labels of ten points stay readable
     tab.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX only")
+def test_a_demo_does_not_replace_one_that_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a run that another command trains."""
+    words = ["demo", "--out", tmp_path / "demo", "--device=cpu"]
+    results: list[CommandResult | None] = []
+
+    def prepare_while_another_begins(_: str, out: Path, **__: Any) -> None:
+        (out.parent / "run").mkdir()
+        if not results:
+            results.append(None)
+            results[0] = txl(*words)
+            assert (out.parent / "run").exists()
+        raise UserError("enough")
+
+    monkeypatch.setattr(demo, "prepare", prepare_while_another_begins)
+    assert "enough" in txl(*words).err
+    assert results[0] is not None
+    assert f"{tmp_path / 'demo'} is in use by another txl command" in results[0].err
+    with lock_folder(tmp_path / "demo" / "run"):
+        assert f"{tmp_path / 'demo' / 'run'} is in use by another txl command" in txl(*words).err
+    assert (tmp_path / "demo" / "run").exists()
 
 
 def test_refused_recipe_leaves_the_earlier_demo(report: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import lzma
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformer_xl.display import tokens_html
 from transformer_xl.evaluation.attention_by_distance import attention_of_last
 from transformer_xl.evaluation.evaluate import check_max_tokens, evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.files import as_user_error, quoted, write_text
+from transformer_xl.files import as_user_error, lock_folder, quoted, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.plots import Line, draw
@@ -37,6 +38,7 @@ from transformer_xl.run import Run
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
+from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.tokenizer_config import TokenizerConfig
 from transformer_xl.training.train import TrainResult, train
 
@@ -126,21 +128,27 @@ def run_demo(
         `by_memory_length` has those of the first part of the test text, with several memory lengths.
 
     Raises:
-        UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.
+        UserError: the recipe or device does not exist, the folder contains anything but an earlier demo, or another
+            command uses it.
     """
     start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     vocab_size = load_recipe(recipe).model.get("vocab_size") or _NUM_BYTES
     choose_device(device)
     check_max_tokens(max_tokens)
     tokens = TokenizerConfig(kind="bpe", vocab_size=vocab_size) if vocab_size > _NUM_BYTES else None
-    _clear(out)
-    corpus = prepare("python-stdlib", out / "corpus", tokenizer=tokens)
-    split, test = corpus.split("train"), corpus.split("test")
-    say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
-    trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
-    if not trained.finished:
-        return trained, {}
-    run, report = trained.run, out / "report.html"
+    with _cleared(out):
+        corpus = prepare("python-stdlib", out / "corpus", tokenizer=tokens)
+        split = corpus.split("train")
+        say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
+        trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
+        return trained, _report(trained, corpus, out, max_tokens, start, date) if trained.finished else {}
+
+
+def _report(
+    trained: TrainResult, corpus: Corpus, out: Path, max_tokens: int | None, start: float, date: str
+) -> dict[str, Any]:
+    """Evaluate and generate, write the report, and return the results, for a demo that began at a time on a date."""
+    run, test, report = trained.run, corpus.split("test"), out / "report.html"
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
     batch_size = 1 if run.config.model.is_recurrent else _BATCH_SIZE  # whose state depends on all earlier tokens
@@ -197,20 +205,25 @@ def run_demo(
     most = passage.start + int(gained_K[passage].argmax())
     shown = [_gains(_pieces(run, ids_K[passage]), gained_K[passage]), *_attention(run, ids_K, most)]
     write_text(report, demo_page(trained, values, corpus.source, shown))
-    return trained, values
+    return values
 
 
-def _clear(out: Path) -> None:
-    """Delete the files of an earlier demo in the folder, and nothing else."""
+@contextmanager
+def _cleared(out: Path) -> Iterator[None]:
+    """Delete the files of an earlier demo in the folder, and nothing else, and lock the folder while the block runs."""
     with as_user_error(f"writing {out}"):
         if out.exists() and not (out / _MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not an earlier demo; choose another out or delete it first")
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / _MARKER, "made by txl demo, which replaces corpus, run and report.html in this folder\n")
-        for name in ("corpus", "run"):
-            if (out / name).exists():
-                shutil.rmtree(out / name)
-        (out / "report.html").unlink(missing_ok=True)
+    with lock_folder(out):
+        with as_user_error(f"writing {out}"):
+            write_text(out / _MARKER, "made by txl demo, which replaces corpus, run and report.html in this folder\n")
+            for name in ("run", "corpus"):
+                if (out / name).exists():
+                    with lock_folder(out / name):  # another command may train the run further
+                        shutil.rmtree(out / name)
+            (out / "report.html").unlink(missing_ok=True)
+        yield
 
 
 def _passage(gained_K: Any) -> slice:
