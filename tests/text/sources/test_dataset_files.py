@@ -5,7 +5,11 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +105,22 @@ def test_archive_is_extracted_once(tmp_path: Path, cache: Path, monkeypatch: pyt
     monkeypatch.setattr(download, "extract", None)  # calling it would fail
     find(folder, "tar")
     assert len(list((cache / "unpacked").iterdir())) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX only")
+def test_archive_is_extracted_once_by_two_at_once(tmp_path: Path) -> None:
+    folder, is_begun = make_files(tmp_path / "mine", {"x-v1.tgz": TAR}), threading.Event()
+
+    def progress(stage: str, *_: int) -> None:
+        if stage.startswith("extract"):
+            is_begun.set()
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(find_files, "x", ARCHIVES["tar"], [TRAIN], folder, progress)
+        is_begun.wait()
+        second = threads.submit(find_files, "x", ARCHIVES["tar"], [TRAIN], folder)
+        assert first.result() == second.result()
 
 
 WRONG = TEXTS[TRAIN.path][::-1]  # of the same length, 11,099 bytes

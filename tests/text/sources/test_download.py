@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -15,7 +17,7 @@ import pytest
 from text_sources import digest
 
 from transformer_xl.config import UserError
-from transformer_xl.files import cache_folder
+from transformer_xl.files import cache_folder, lock_folder
 from transformer_xl.text.sources import download
 from transformer_xl.text.sources.archives import FileDigest
 from transformer_xl.text.sources.download import RemoteFile, download_file
@@ -44,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
 
     403, 404, 416: this HTTP status. wrong, page, long: another content. norange: the whole content even if a range was
     requested. otherpart: a Content-Range header that begins at byte 0. silent: 1000 bytes and then nothing, without
-    closing the connection. cut: only a third of the requested bytes. cutatonce: only the headers.
+    closing the connection. cut: only a third of the requested bytes. cutatonce: only the headers. slow: the second half
+    half a second after the first.
     """
 
     server: Server
@@ -81,6 +84,10 @@ class Handler(BaseHTTPRequestHandler):
             content = content[: len(content) // 3]
         elif fault == "cutatonce":
             content = b""
+        if fault == "slow":
+            self.wfile.write(content[: len(content) // 2])
+            content = content[len(content) // 2 :]
+            self.server.stopped.wait(0.5)
         with suppress(OSError):  # the client closes the connection when it has enough
             self.wfile.write(content)
 
@@ -148,6 +155,29 @@ def test_broken_transfer_is_resumed_by_a_later_call(server: Server, tmp_path: Pa
     assert download_file(server.mirrors("good"), tmp_path).read_bytes() == CONTENT
     assert server.requests[-1] == ("good", f"bytes={size}-")
     assert names(tmp_path) == ["a.zip"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX only")
+def test_two_downloads_at_once_are_one(server: Server, tmp_path: Path) -> None:
+    stages: set[str] = set()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(download_file, server.mirrors("slow"), tmp_path)
+        while not list(tmp_path.iterdir()):
+            pass
+        second = threads.submit(download_file, server.mirrors("slow"), tmp_path, lambda *call: stages.add(call[0]))
+        assert first.result() == second.result() == tmp_path / "a.zip"
+    assert names(tmp_path) == ["a.zip"]
+    assert server.requests == [("slow", None)]
+    assert stages == {"wait for another txl command", "check a.zip"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX only")
+def test_a_cache_that_stays_in_use_is_reported(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_WAIT_SECONDS", 0.1)
+    with lock_folder(tmp_path), pytest.raises(UserError, match=rf"{tmp_path} is in use by another txl command"):
+        download_file(server.mirrors("good"), tmp_path)
+    with lock_folder(tmp_path.parent):
+        assert download_file(server.mirrors("good"), tmp_path) == tmp_path / "a.zip"
 
 
 @pytest.mark.parametrize("path", ["good", "norange", "otherpart"])

@@ -1,6 +1,6 @@
 """Finds the files of a named data set among the user's files, or downloads them into a cache folder; verifies them.
 
-A download tries several mirrors, and is resumed.
+A download tries several mirrors, and is resumed. One process at a time downloads into a cache folder or extracts there.
 
 The transfer uses the standard library. The package pooch verifies checksums but has neither mirrors nor resuming (the
 HTTP header `Range`), so almost all of this code would remain.
@@ -8,7 +8,9 @@ HTTP header `Range`), so almost all of this code would remain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path, PurePosixPath
@@ -18,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from transformer_xl import __version__
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error, cache_folder
+from transformer_xl.files import as_user_error, cache_folder, lock_folder
 from transformer_xl.text.sources.archives import (
     COMPRESSED_SUFFIXES,
     FileDigest,
@@ -36,6 +38,8 @@ OWN_FILES_COMMAND = "txl prepare --train FILE --valid FILE --test FILE"
 _TIMEOUT_SECONDS = 60.0  # to connect, and between two reads
 _ATTEMPTS = 5  # per mirror; each resumes the previous one
 _CHUNK_BYTES = 2**18
+_WAIT_SECONDS = 3600.0  # for another process
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,9 @@ def _texts_in_archive(
     """
     folder = cache_folder() / "unpacked" / f"{dataset}-{archive.digest.checksum.partition(':')[2][:16]}"
     if not folder.exists():
-        extract(path, [text.path for text in texts], folder, progress)
+        with _alone(cache_folder(), progress):
+            if not folder.exists():
+                extract(path, [text.path for text in texts], folder, progress)
     return {text: FileRange(folder / text.name) for text in texts if (folder / text.name).exists()}
 
 
@@ -191,14 +197,17 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
         UserError: no mirror provided the file, or it cannot be written.
     """
     target, partial = folder / file.name, folder / f".{file.name}.part"
-    failures: list[str] = []
-    if target.is_file():
-        actual = compute_digest(raw_chunks(target), file.digest, file.name, progress)
+
+    def found() -> FileDigest | None:
+        return compute_digest(raw_chunks(target), file.digest, file.name, progress) if target.is_file() else None
+
+    if found() == file.digest:
+        return target
+    with as_user_error(f"writing {target}"), _alone(folder, progress):
+        actual = found()  # perhaps what another process has downloaded meanwhile
         if actual == file.digest:
             return target
-        failures.append(f"{target} is another file, {actual}")
-    with as_user_error(f"writing {target}"):
-        folder.mkdir(parents=True, exist_ok=True)
+        failures = [] if actual is None else [f"{target} is another file, {actual}"]
         for url in file.urls:
             try:
                 _complete(url, file, partial, progress)
@@ -211,6 +220,29 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
         f"yourself into {folder}, or name the folder that contains it with data_dir=DIR; if the published file has "
         f"changed, use its texts as your own: {OWN_FILES_COMMAND}"
     )
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+    """Lock a folder, created if needed, while the block runs; another process that has locked it is waited for.
+
+    Raises:
+        UserError: that takes too long, or the file system refuses.
+    """
+    with as_user_error(f"writing {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    end, is_locked = time.monotonic() + _WAIT_SECONDS, False
+    with ExitStack() as stack:
+        while not is_locked:
+            try:
+                stack.enter_context(lock_folder(folder))
+                is_locked = True
+            except UserError as error:
+                if error.__cause__ is not None or time.monotonic() > end:  # the cause: an error of the file system
+                    raise
+                progress("wait for another txl command", 0, 0)
+                time.sleep(_POLL_SECONDS)
+        yield
 
 
 def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> None:
