@@ -323,6 +323,8 @@ def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     inputs = tokenizer(["a", "bcd"], return_tensors="pt", padding=True, padding_side="right")
     with pytest.raises(UserError, match="pad on the left"):
         model.generate(**inputs, max_new_tokens=3)
+    with pytest.raises(UserError, match="weights are not in memory"):
+        model.to("meta")(BATCH)  # where accelerate has put weights elsewhere, parameters look so
 
 
 def test_windows_of_tokens_have_no_hidden_states(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,14 @@ def test_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         port = str(taken.getsockname()[1])
         set_environment(monkeypatch, {**VARIABLES, "MASTER_PORT": port})
         message = f"the 2 processes could not connect at 127.0.0.1:{port} (.*); .*torchrun"
-        with pytest.raises(UserError, match=message), process_group(lambda: torch.device("cpu")):
-            pass
+
+        def join() -> None:
+            with process_group(lambda: torch.device("cpu")):
+                pass
+
+        for connect in (join, lambda: ThreadPoolExecutor(1).submit(join).result()):  # a thread cannot change signals
+            with pytest.raises(UserError, match=message):
+                connect()
     signal.signal(signal.SIGTERM, on_sigterm)  # process_group ignores it after an error, before the process ends
     assert signal.getsignal(signal.SIGINT) == on_sigint
 

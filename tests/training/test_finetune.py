@@ -119,6 +119,13 @@ def test_text_that_cannot_be_scored_after_training_is_a_note(
     assert "the loss of the new text is unknown: dynamic.learning_rate 1e+30" in capsys.readouterr().err
 
 
+def test_loaded_base_stays_in_the_mode_that_it_had(tmp_path: Path) -> None:
+    base = load(make_base(tmp_path), device="cpu")
+    base.model.train()
+    assert finetune(base, new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS).losses
+    assert base.model.training
+
+
 def test_old_text_that_was_replaced_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, corpus = make_base(tmp_path), new_corpus(tmp_path)
     shutil.rmtree(tmp_path / "old")
@@ -339,7 +346,7 @@ def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_objective_of_xlnet_follows_segments_and_tokenizer_of_the_new_run(tmp_path: Path) -> None:
-    """Its separators are those of the new tokenizer, and the lengths that the base's segment decided are decided anew."""
+    """Its separators are those of the new tokenizer, and lengths that the base's segment decided are decided anew."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(word_piece()))
     texts = {"documents": {"train": ["the cat sat on the mat the dog sat there the cat here"] * 12}}
     old = prepare(**texts, out=tmp_path / "old", tokenizer=tmp_path / "tokenizer.json")

@@ -279,5 +279,10 @@ def test_package_has_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = train(None, letters_corpus(tmp_path / "corpus"), "run", model=MODEL, train=settings, **options).path
     run_id = json.loads((run / "trackers.json").read_text())[name]["id"]
     resume(run, **OPTIONS)
-    assert json.loads((run / "trackers.json").read_text())[name] == {"id": run_id, "train": 12, "valid": 12, "changes": []}
+    assert json.loads((run / "trackers.json").read_text())[name] == {
+        "id": run_id,
+        "train": 12,
+        "valid": 12,
+        "changes": [],
+    }
     assert READERS[name](run, run_id) == {"train": list(range(1, 13)), "valid": [5, 10, 12]}

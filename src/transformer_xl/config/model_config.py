@@ -503,7 +503,7 @@ class XLNetConfig(RelativeConfig):
 
     def following(self, segment_length: int) -> dict[str, None]:
         """Return the settings that follow from this segment length, without values, to be resolved with another."""
-        own = {"reuse_length": None, "num_predict": None}
+        own = dict.fromkeys(("reuse_length", "num_predict"))
         default = self.model_copy(update=own).resolved(segment_length)
         return {name: None for name in own if getattr(self, name) == getattr(default, name)}
 

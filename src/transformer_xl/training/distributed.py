@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -198,7 +199,8 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         _destroy_process_group()
     except BaseException as error:
         # torchrun sends SIGTERM to the other processes after one has ended, but this one is ending already
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         final_error = _final_error(error, store, group_name)  # before other processes notice that this one ends
         traceback.clear_frames(error.__traceback__)
         _destroy_process_group()
@@ -241,7 +243,13 @@ def _rendezvous(rank: int, size: int) -> dist.Store:
 
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the process at once: Python's handlers do not run while torch waits in C++."""
+    """Let SIGTERM and SIGINT end the process at once: Python's handlers do not run while torch waits in C++.
+
+    Only the main thread can say so; in others, as of a program that trains in one, signals stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

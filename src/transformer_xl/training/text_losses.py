@@ -6,6 +6,7 @@ Shape suffix: V tokens of the new vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,12 +82,14 @@ def text_losses(base: Run, corpus: Corpus, tuned: Run, log: Callable[[str], None
         log: prints a line for the user.
     """
     old_of_V = old_ids(base, corpus)
-    model = base.model
+    model, device = base.model, next(tuned.model.parameters()).device
+    if model.training or model.device != device:
+        model = deepcopy(model)  # the caller's stays as it is
     if old_of_V is not None:
         model = build_model(tuned.config.model)
         model.load_state_dict(dict(first_weights(base.model, old_of_V, tuned.config)))
     # with the settings and the memory length of the new run, so that the weights alone differ
-    start = replace(tuned, model=model.to(next(tuned.model.parameters()).device).eval())
+    start = replace(tuned, model=model.to(device).eval())
     texts = [("new", corpus)]
     try:
         if old_of_V is not None:

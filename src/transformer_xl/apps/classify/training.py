@@ -167,8 +167,9 @@ def finetune_classifier(
     settings = tuned_settings(base_run, base_run.tokenizer.vocab_size, groups["model"], record)
     plain = {name: TrainConfig.model_fields[name].default for name in _OF_TEXTS}
     values = settings.model_dump() | {"finetune": record, "evaluation": {}}
-    objective = {} if settings.model.orders is None else {"bi_data": False}  # documents are read one way
-    config = run_settings(merge(values, {"train": plain, "model": objective}, groups), "settings")
+    if settings.model.orders is not None:
+        values["model"]["bi_data"] = False  # documents are read one way
+    config = run_settings(merge(values, {"train": plain}, groups), "settings")
     names, examples = _examples(base_run, documents, labels)
     if valid is None:
         examples, held_out = _split(examples, names, valid_fraction, config.train.seed)

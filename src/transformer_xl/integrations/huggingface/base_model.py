@@ -143,9 +143,14 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
 
         Raises:
             UserError: an argument that means nothing here or has another shape, a mask, cache or token id that the
-                model cannot use, or an embedding that was replaced although the softmax shares its weights.
+                model cannot use, an embedding that was replaced although the softmax shares its weights, or weights
+                that are not in memory.
         """
         refuse_others(others)
+        if self.device.type == "meta":
+            raise UserError(
+                "the weights are not in memory (offloaded); open the model without device_map or cpu_offload"
+            )
         _check_embedding(self.model)
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give either input_ids or inputs_embeds")
