@@ -63,7 +63,10 @@ def print_csv(text: str) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table to standard output; the first column is left-aligned, the others right-aligned."""
+    """Print a table to standard output; the first column is left-aligned, the others right-aligned.
+
+    Control characters of a text, which could be commands to the terminal, become escapes.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -75,7 +78,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         min_width = min(30, max((len(row[0]) for row in rows), default=0)) if index == 0 else None
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=min_width)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     # pipes and files have no width, so tables must not be truncated there
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else 120
@@ -154,7 +157,7 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes], model: str =
         return
     unknown = list(dict.fromkeys(word for text in texts for word in tokenizer.unknown_words(text)))
     if unknown:
-        words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        words = ", ".join(f"'{printable(word[:40])}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
         read_as = tokenizer.decode([tokenizer.unk_token_id])
         note(f"{model and f'{model}: '}not in the vocabulary, and read as {read_as}: {words}")
 

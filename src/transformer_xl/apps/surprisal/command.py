@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import WordOptions, parse_integers
-from transformer_xl.cli.output import print_csv, print_json, print_table, printable, printed_before_files, say_unknown
+from transformer_xl.cli.output import print_csv, print_json, print_table, printed_before_files, say_unknown
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -89,4 +89,4 @@ def _print_rows(table: SurprisalTable, whitespace: str) -> None:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else printable(str(value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -14,7 +14,6 @@ from transformer_xl.cli.output import (
     load_and_say,
     print_json,
     print_table,
-    printable,
     printed_before_files,
     say_memory_length,
     say_unknown,
@@ -79,10 +78,7 @@ def minimal_pairs(
         if json:
             print_json({"accuracy": accuracies[-1]["accuracy"], "groups": accuracies, **loaded.weights_values})
         else:
-            rows = [
-                [printable(row["name"]), row["group"], f"{row['pairs']:,}", f"{row['accuracy']:.1%}"]
-                for row in accuracies
-            ]
+            rows = [[row["name"], row["group"], f"{row['pairs']:,}", f"{row['accuracy']:.1%}"] for row in accuracies]
             print_table("accuracy on minimal pairs", ["name", "group", "pairs", "accuracy"], rows)
     if out is not None:
         scores.to_csv(out)
