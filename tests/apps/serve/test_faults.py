@@ -139,7 +139,7 @@ def test_two_models_at_once_each_give_their_own_text(run: Run, tmp_path: Path) -
 
 def test_death_of_the_model_thread_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with running({"tiny": run}) as (client, runner):
-        monkeypatch.setattr(runner.engine, "_round", lambda: 1 / 0)
+        monkeypatch.setattr(runner.engine, "_share_rows", lambda: 1 / 0)
         answer = client.post("/v1/completions", json=BODY)
         assert answer.status_code == 500
         assert "ZeroDivision" not in answer.text

@@ -187,12 +187,12 @@ class Engine:
                 self._end(job, Failed(message, status))
 
     def _round(self, admitted: list[TextJob]) -> None:
+        for job in admitted:  # first, as those that run get an answer if the thread dies
+            self._running[job] = []
+            self._reading.setdefault(job.owner, deque()).append((job, self._read(job)))
         for job in [job for job in self._running if job.is_cancelled.is_set()]:
             self.counters.cancelled += 1
             self._drop(job)
-        for job in admitted:
-            self._running[job] = []
-            self._reading.setdefault(job.owner, deque()).append((job, self._read(job)))
         until = self.counters.prompt_tokens + READING_SLICE
         while self._reading and self.counters.prompt_tokens < until:
             self._read_slice()
