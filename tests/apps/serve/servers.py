@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx2
 import uvicorn
+from library_tokenizers import unigram, word_piece
 from small_runs import make_run
 
 from transformer_xl.apps.serve.config import ServerConfig
@@ -17,8 +19,25 @@ from transformer_xl.apps.serve.requests import RequestRunner
 from transformer_xl.apps.serve.served_model import ServedModel
 from transformer_xl.apps.serve.server import _listen, guard_settings, guarded_app, uvicorn_settings
 from transformer_xl.run import Run
+from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.library import LibraryTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
-__all__ = ["make_run", "running"]
+__all__ = ["LOSSY", "make_run", "running"]
+
+_WORDS = ("<eos>", "<unk>", "the", "cat", "sat", "on", "mat", ",", "'t", "12", "\u2013")
+LOSSY: dict[str, Tokenizer] = {
+    "word": WordTokenizer(_WORDS, None, "<eos>", "<unk>"),
+    "word without eos": WordTokenizer(_WORDS, None, None, "<unk>", PreTokenizer(lowercase=True)),
+    "punctuation": WordTokenizer(_WORDS, None, "<eos>", "<unk>", PreTokenizer("punctuation")),
+    "moses": WordTokenizer(_WORDS, None, "<eos>", "<unk>", PreTokenizer("moses")),
+    "integer": IntegerTokenizer(31),
+    "unigram": LibraryTokenizer("tokenizers", json.dumps(unigram())),
+    "word piece": LibraryTokenizer("tokenizers", json.dumps(word_piece())),
+}
+"""Tokenizers that do not restore every text."""
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 from pathlib import Path
 
 import httpx2
 import openai
 import pytest
-from servers import make_run, running
+from servers import LOSSY, make_run, running
 
 from transformer_xl.apps.serve import guard
 from transformer_xl.apps.serve.config import ServerConfig
@@ -270,6 +271,44 @@ def test_model_list_tokens_and_metrics(run: Run, client: httpx2.Client, gpt: ope
     metrics = client.get("/metrics").text
     assert 'txl_responses_total{path="/v1/completions",status="200"}' in metrics
     assert "txl_time_to_first_token_seconds_count" in metrics
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_texts_of_tokens_are_the_text_together(name: str, tmp_path: Path) -> None:
+    """Those of a text are parts of it as it was given, whatever the tokenizer makes of it."""
+    draws, tokenizer = random.Random(5), LOSSY[name]
+    parts = [
+        "the",
+        "Cat",
+        "sat",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        ",",
+        "isn't",
+        "12",
+        "\u2013",
+        "\u4e2d\u6587",
+        "caf\u00e9",
+        "<unk>",
+    ]
+    with running({"tiny": make_run(tmp_path / "run", tokenizer=tokenizer)}) as (client, _):
+        assert client.get("/v1/models/tiny").json()["is_lossless"] is False
+        for _ in range(50):
+            text = "".join(draws.choices(parts if tokenizer.is_text else ["7", "30 ", "\n", "  ", " 07"], k=12))
+            if not tokenizer.is_text and any(int(number) > 30 for number in text.split()):
+                continue
+            answer = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+            assert answer["tokens"] == tokenizer.encode(text).tolist()
+            assert len(answer["token_strs"]) == len(answer["tokens"])
+            assert "".join(answer["token_strs"]) == text or not answer["tokens"]
+            assert "" not in answer["token_strs"][-1:]  # one without a part has that of the next
+            answer = client.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+            assert "".join(answer["token_strs"]) == answer["prompt"] == tokenizer.decode(tokenizer.encode(text))
+        answer = client.post("/detokenize", json={"tokens": tokenizer.encode("3 3").tolist()}).json()
+    if name in ("word", "integer"):
+        assert answer["token_strs"] == {"word": ["<unk>", " <unk>"], "integer": ["3", " 3"]}[name]
 
 
 def test_attention_of_a_token(client: httpx2.Client) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from servers import make_run, running
+from servers import LOSSY, make_run, running
 from small_runs import own_logits
 
 from transformer_xl.evaluation.score import score
@@ -28,6 +28,13 @@ PROMPT = "a <img src=x onerror='window.broken=1'>\n<script>window.broken=1</scri
 NUM_BYTES = len(PROMPT.encode())
 LONG = PROMPT * 2  # is read in parts
 LENGTHS = (0, 8, 11, 16, 32)  # of memory, on the slider
+# a text for these tokenizers, and what its second word is for the model
+TYPED = {
+    "word": ("the  zebra sat\n on the ", "<unk>"),
+    "integer": ("3  007 11\n 5 30 ", "7"),
+    "unigram": ("the  \u4e2d\u6587 sat\n on the ", "<unk>"),
+    "word piece": ("the  CAF\u00c9 sat\n \u4e2d the ", "cafe"),
+}
 KEY = "the-key-of-the-page-tests"
 SETTINGS = {"temperature": 0.8, "top_p": 0.95, "top_k": None}  # of the page, at first
 AXE = Path(__file__).parents[3] / ".venv/npm/node_modules/axe-core/axe.min.js"
@@ -65,6 +72,7 @@ HOSTILE = """async () => {
   parts.put({ ...part, id: 4, model: markup });
   parts.put({ id: 5 });
   parts.put({ ...part, id: 6, sessions: [{ memory: 0, at: 0, id: `../../${markup}` }] });
+  parts.put({ ...part, id: 9, texts: [markup, markup] });
   parts.put({ ...part, id: 7, parent: 8 }); // a cycle
   parts.put({ ...part, id: 8, parent: 7 });
   await new Promise((resolve) => { parts.transaction.oncomplete = resolve; });
@@ -269,6 +277,58 @@ def test_typed_text_is_scored_and_continued_as_in_python(tab, run: Run) -> None:
     settled(tab)
     own = kept(tab)
     assert (own["ids"], own["kinds"]) == ([*ids, *b"then"], "y" * NUM_BYTES + "m" * 12 + "y" * 4)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_text_is_as_it_was_typed_where_tokens_do_not_restore_it(open_page, tmp_path: Path, name: str) -> None:
+    """Its tokens are those of the whole text, whatever pauses there were; what joins a word of the model is one."""
+    tokenizer, (typed, read) = LOSSY[name], TYPED[name]
+    run = make_run(tmp_path / "run", tokenizer=tokenizer)
+    with running({"tiny": run}) as (client, _):
+        tab = open_page(str(client.base_url).rstrip("/"))
+        tab.locator("#note:visible").wait_for()
+        for begin in range(0, len(typed), 4):
+            write(tab, typed[begin : begin + 4])
+            assert text_of(tab) == typed[: begin + 4]
+        ids = tokenizer.encode(typed).tolist()
+        assert ids_of(tab) == ids
+        (expected,) = score(run, typed)
+        np.testing.assert_allclose(kept(tab)["bits"]["11"], expected.nats_K[: len(ids)] / np.log(2), atol=1e-3)
+        tab.keyboard.type(word := " 11" if name == "integer" else "cat")
+        settled(tab)
+        assert ids_of(tab) == tokenizer.encode(typed + word).tolist()
+        for _ in word:
+            tab.keyboard.press("Control+z")
+        settled(tab)
+        assert (text_of(tab), ids_of(tab)) == (typed, ids)
+        go_on(tab)
+        made = generate(run, typed, max_new_tokens=12, seed=5, **SETTINGS)
+        written = text_of(tab)
+        assert (written, ids_of(tab)) == (typed + made.text.removeprefix(" "), [*ids, *made.token_ids])
+        tab.keyboard.type(word)
+        settled(tab)
+        assert text_of(tab) == written + word
+        last = tokenizer.encode((written + word).split()[-1])
+        assert tokenizer.decode(ids_of(tab)).split()[-1] == tokenizer.decode(last)
+        own = kept(tab)
+        tab.click("#share")
+        tab.locator("#link:visible").wait_for()
+        link = tab.locator("#link").input_value()
+        for number, open_again in enumerate((tab.reload, lambda link=link: tab.goto(link))):
+            open_again()
+            tab.locator("#tree > ul > li").nth(number).wait_for()
+            tokens(tab, len(own["ids"]))
+            settled(tab)
+            assert text_of(tab) == written + word
+            assert [kept(tab)[name] for name in ("ids", "kinds")] == [own["ids"], own["kinds"]]
+        # a token is called what it is for the model, and another one comes with its space
+        tab.mouse.click(*spot(tab, 5))
+        tab.locator("#token-name", has_text=f": \u2068{read}\u2069").wait_for()
+        tab.locator("#alternatives button:enabled").first.click()
+        tab.locator("#status", has_text=re.compile(r"^[23] tokens")).wait_for()
+        settled(tab)
+        assert text_of(tab).split() == tokenizer.decode(ids_of(tab)).split()
+        tab.close()
 
 
 def test_long_text_is_read_in_parts_and_again_without_the_server(tab, served, run: Run) -> None:
@@ -544,6 +604,10 @@ def test_what_is_shown_cannot_be_reordered(tab) -> None:
     settled(tab)
     assert text_of(tab) == "\u4e2d\u6587one two"
     assert bytes(ids_of(tab)).decode() == "\u4e2d\u6587one two"
+    tab.keyboard.press("Home")
+    tab.keyboard.press("Enter")
+    settled(tab)
+    assert text_of(tab) == "\n\u4e2d\u6587one two"
 
 
 def test_text_is_followed_unless_the_reader_has_scrolled_away(tab) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -13,9 +16,12 @@ from typing_extensions import override
 
 from transformer_xl.apps.serve.jobs import ScoredToken
 from transformer_xl.apps.serve.protocol import ApiError
-from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers import Tokenizer, to_bytes
+from transformer_xl.text.tokenizers.base import EncodingError
+from transformer_xl.text.tokenizers.bpe import lines_of
 
 _PART_BYTES = 2**18  # of a large answer
+_WORD = re.compile(r"[^ \t\n\r\v\f]+")  # as `word_indices` counts them
 
 
 class LargeAnswer(JSONResponse):
@@ -46,12 +52,12 @@ def finish_reason(reason: str | None) -> str | None:
 
 
 class TokenNames:
-    """The text of each token, as log-probabilities name it."""
+    """The text of each token, by itself and in its place."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.text_of = lru_cache(maxsize=65_536)(self._text_of)
-        r"""Returns the text of a token id; of bytes that are no character, `bytes:\xe2\x80`."""
+        r"""Returns the text of a token id by itself; of bytes that are no character, `bytes:\xe2\x80`."""
 
     def bytes_of(self, token_id: int) -> list[int]:
         """Return the bytes of a token."""
@@ -63,6 +69,52 @@ class TokenNames:
             return content.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def in_place(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; where that depends on those before it, what it adds to their text."""
+        if self._tokenizer.is_lossless:
+            return [*map(self.text_of, token_ids)]
+        decoder = self._tokenizer.stream_decoder()
+        texts = [*map(decoder.push, token_ids)]
+        return [*texts[:-1], texts[-1] + decoder.finish()] if texts else []
+
+    def parts_of(self, text: str, token_ids: Sequence[int]) -> list[str]:
+        """Return the part of a text that each of its tokens stands for, together all of it, as it was given.
+
+        White space is a part of the token after it, unless it ends a line. Of the tokens of a word that they do not
+        restore, the last one has all, and the others have nothing.
+        """
+        if self._tokenizer.is_lossless:
+            return self.in_place(token_ids)
+        parts, first = list[str](), ""
+        for line in lines_of(text):
+            if in_line := self._parts_of_line(line):
+                parts += in_line
+            elif parts:
+                parts[-1] += line
+            else:
+                first += line
+        return [first + parts[0], *parts[1:]] if parts else []
+
+    def _parts_of_line(self, line: str) -> list[str]:
+        texts = self.in_place(self._tokenizer.encode(line).tolist())
+        if "".join(texts) == line:
+            return texts
+        ends = [*(word.end() for word in _WORD.finditer(line)), len(line)]
+        try:
+            words = self._tokenizer.word_indices(to_bytes(line)).tolist()
+        except EncodingError:  # a token has parts of two words
+            words = [len(ends) - 1] * len(texts)
+        parts, start = list[str](), 0
+        for word, group in groupby(zip(words, texts, strict=True), itemgetter(0)):
+            part = line[start : ends[word]]
+            sizes = [len(text.strip()) for _, text in group]
+            cuts = [len(part) - len(part.lstrip()) + size for size in accumulate(sizes)]
+            if not sizes[-1] or cuts[-1] != len(part):
+                cuts = [*[0] * (len(sizes) - 1), len(part)]
+            parts += [part[begin:end] for begin, end in pairwise([0, *cuts])]
+            start = max(start, ends[word])
+        return [*parts[:-1], parts[-1] + line[start:]] if parts else []
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:

@@ -107,9 +107,10 @@ def build_app(runner: RequestRunner) -> FastAPI:
         tokenizer = served.run.tokenizer
         ids = tokenizer.encode(body.prompt).tolist()
         runner.check_prompt(len(ids))
+        strings = names[served.name].parts_of(body.prompt, ids)
         if body.add_special_tokens:
             ids = [tokenizer.bos_token_id, *ids]
-        strings = [names[served.name].text_of(token_id) for token_id in ids]
+            strings = [names[served.name].text_of(ids[0]), *strings]
         return LargeAnswer({"count": len(ids), "tokens": ids, "token_strs": strings})
 
     @app.post("/detokenize")
@@ -119,7 +120,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         tokenizer = served.run.tokenizer
         runner.check_prompt(len(body.tokens))
         ids = tokenizer.check_ids(body.tokens).tolist()
-        strings = [names[served.name].text_of(token_id) for token_id in ids]
+        strings = names[served.name].in_place(ids)
         return LargeAnswer({"prompt": tokenizer.decode(ids), "token_strs": strings})
 
     @app.get("/tokenizer_info")
@@ -196,6 +197,7 @@ def _model_entry(runner: RequestRunner, name: str, created: int) -> dict[str, An
         "owned_by": "transformer-xl",
         "architecture": served.run.config.model.architecture,
         "vocab_size": served.run.tokenizer.vocab_size,
+        "is_lossless": served.run.tokenizer.is_lossless,
         "segment_length": served.plan.segment_length,
         "memory_length": length,
         "max_memory_length": served.max_memory_length,

@@ -29,8 +29,8 @@ class ScoredToken:
 
     token_id: int
     logprob: float | None = None
-    """Natural log-probability under the model, of a prompt's token with the run's softmax temperature, of a generated one
-    before temperature and the like; None if unknown or not asked for."""
+    """Natural log-probability under the model, of a generated token before temperature and the like, of one of a prompt
+    with the run's softmax temperature; None if unknown or not asked for."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens at its position, best first, with the same log-probabilities."""
 

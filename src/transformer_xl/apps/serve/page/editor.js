@@ -74,6 +74,7 @@ export class Editor {
   text = "";
   /** @type {number[]} */ ends = []; // offset after each token; that of a character of several tokens is the last one's
   composing = false;
+  inPlace = false; // whether names are parts of the text as they are: those with nothing belong to the next one
   last = [0, 0]; // the last selection
   #raw = ""; // the text with what is not seen
   #lines = [""];
@@ -94,6 +95,7 @@ export class Editor {
     const { ends } = this;
     from = Math.min(from, ends.length, names.length);
     for (let back = 0; back < 4 && names[from - 1]?.startsWith("bytes:"); back++) from--; // which may be completed now
+    while (this.inPlace && names[from - 1] === "") from--;
     from = this.firstOf(from);
     const start = from ? ends[from - 1] : 0;
     const parts = [];
@@ -102,7 +104,8 @@ export class Editor {
     for (let index = from; index < names.length; index++) {
       const name = names[index];
       let shown = name;
-      if (pending || name.startsWith("bytes:")) {
+      if (this.inPlace) shown = name || (index < names.length - 1 ? "" : "\u2205");
+      else if (pending || name.startsWith("bytes:")) {
         const bytes = pending ? Uint8Array.from([...pending, ...bytesOf(name)]) : bytesOf(name);
         pending = isIncomplete(bytes) && /^bytes:\\x[89ab]/.test(names[index + 1]) ? bytes : null;
         shown = pending ? "" : new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
@@ -111,7 +114,7 @@ export class Editor {
       ends.push(at += shown.length);
     }
     this.#raw = this.#raw.slice(0, start) + parts.join("");
-    const line = this.#raw.lastIndexOf("\n", start - 1) + 1; // an emoji can be of several tokens
+    const line = start && this.#raw.lastIndexOf("\n", start - 1) + 1; // an emoji can be of several tokens
     this.text = this.text.slice(0, line) + visible(this.#raw.slice(line));
     if (!this.composing) this.#draw();
   }

@@ -9,6 +9,7 @@ import { linkFragment, linkedText, Work } from "./work.js";
 
 const STRONG_BITS = 12; // tokens with this surprisal or more have the strongest color
 const STRONG_DIFFERENCE = 4;
+const CONTEXT = 1000; // characters of a line before and after what was typed, on which its tokens may depend
 const TYPING_PAUSE = 200; // ms without a key, after which what was typed is read
 const LONG = 20_000; // tokens, from which other memory lengths are not read before they are chosen
 const KEEP_SECONDS = 2; // between times that a text is kept while it is written
@@ -25,7 +26,7 @@ let models = new Map();
 /** @type {import("./reading.js").Model|null} */
 let model = null;
 /** @type {Map<number, string>} */
-let names = new Map(); // of the model's tokens; -1 is what was typed and has no tokens yet
+let names = new Map(); // of the model's tokens
 /** @type {Text} */
 let text = new Text(work, null, model);
 /** @type {{first: number, last: number, value: string}|null} */
@@ -75,12 +76,22 @@ async function fetchNames(ids, signal = undefined) {
   const missing = [...new Set(ids)].filter((id) => !names.has(id) && id < model.vocab_size);
   if (!missing.length) return;
   const into = names;
-  const { token_strs } = await post("detokenize", { model: model.id, tokens: missing }, signal);
-  missing.forEach((id, index) => into.set(id, token_strs[index]));
+  const asked = model.is_lossless ? [missing] : missing.map((id) => [id]);
+  const strings = (await Promise.all(asked.map((ids) => detokenize(ids, signal)))).flatMap(({ token_strs }) => token_strs);
+  missing.forEach((id, index) => into.set(id, strings[index]));
 }
 
+// What tokens are by themselves, or in a text if that depends on those before them.
+const detokenize = (ids, signal = undefined) => post("detokenize", { model: model.id, tokens: ids }, signal);
+
 const nameOf = (id) => names.get(id) ?? "";
-const textOf = (ids) => joined(ids.map(nameOf));
+// What is shown of the tokens of a text, or of a part of it: names, or where they depend on their place, the text itself.
+const shownOf = ({ ids, texts }, start = 0, end = ids.length) => (
+  model.is_lossless ? ids.slice(start, end).map(nameOf) : (texts ?? []).slice(start, end));
+const joinedText = (shown) => model.is_lossless ? joined(shown) : shown.join("");
+const textOf = (...part) => joinedText(shownOf(...part));
+// What a token is called: by itself if that is known.
+const nameAt = (index) => names.get(text.ids[index]) ?? shownOf(text, index, index + 1)[0];
 const currentNode = () => work.nodes.get(work.current) ?? null;
 const memory = () => hasMemory(model) ? settings.memory : 0;
 
@@ -90,11 +101,16 @@ function shownIds() {
   return [...text.ids.slice(0, draft.first), ...(draft.value ? [-1] : []), ...text.ids.slice(draft.last)];
 }
 
+// What is shown of them.
+function shownParts() {
+  const own = shownOf(text);
+  return draft ? [...own.slice(0, draft.first), ...(draft.value ? [draft.value] : []), ...own.slice(draft.last)] : own;
+}
+
 // Show the text, which is as before up to a token.
 function showText(from = 0) {
-  names.set(-1, draft?.value ?? "");
   if (!draft) text = new Text(work, currentNode(), model);
-  editor.show(shownIds().map(nameOf), from);
+  editor.show(shownParts(), from);
   for (const key of tops.keys()) if (Number(key.split(" ")[1]) >= from) tops.delete(key);
   looked = null;
   element("start").hidden = editor.text !== "";
@@ -174,7 +190,7 @@ function showFinding() {
     memory: () => !hasMemory(model) ? "This model has no memory."
       : memory() ? "" : "Choose a memory length above 0 to see what it saves.",
     attention: () => !model?.attention ? "This model has no attention by distance to show."
-      : looked ? `Token ${count(looked.index)} (${quoted(nameOf(text.ids[looked.index]))}) looks at the colored ones.`
+      : looked ? `Token ${count(looked.index)} (${quoted(nameAt(looked.index))}) looks at the colored ones.`
         : asking ? "Reading the text \u2026" : "Click or tap a token to see where it looks.",
   }[settings.paint]());
 }
@@ -245,7 +261,8 @@ async function ask(index) {
       if (signal.aborted) return;
       tokens.forEach((token, offset) => tops.set(`${length} ${first + offset}`, token));
     }
-    await fetchNames((tops.get(key)?.top ?? []).map(([id]) => id));
+    const parts = text.ids.slice(editor.firstOf(index), lastOf(index) + 1);
+    await fetchNames([...parts, ...(tops.get(key)?.top ?? []).map(([id]) => id)]);
     if (!signal.aborted) showToken();
   } finally {
     if (asking === controller) asking = null;
@@ -278,8 +295,8 @@ function showToken() {
   element("token-actions").hidden = !isShown;
   element("attention-choice").hidden = !isShown || settings.paint !== "attention" || !model?.attention;
   const parts = isShown ? Array.from({ length: lastOf(chosen) - editor.firstOf(chosen) + 1 }, (_, at) => editor.firstOf(chosen) + at) : [];
-  element("token-parts").replaceChildren(...(parts.length < 2 ? [] : ["A character of several tokens:", ...parts.map((index) => (
-    make("button", quoted(nameOf(text.ids[index])), "", { "data-to": index, "aria-pressed": String(index === chosen) })))]));
+  element("token-parts").replaceChildren(...(parts.length < 2 ? [] : ["Several tokens:", ...parts.map((index) => (
+    make("button", quoted(nameAt(index)), "", { "data-to": index, "aria-pressed": String(index === chosen) })))]));
   const at = isShown && looked?.index === chosen && settings.paint === "attention" ? strongest() : [];
   showBars(element("looks"), at, "go to ");
   if (!isShown) {
@@ -289,7 +306,7 @@ function showToken() {
     return;
   }
   const [{ node }, bits, without] = [text.spanAt(chosen), surprisal(chosen), text.bits(chosen, 0)];
-  element("token-name").textContent = `Token ${count(chosen)}: ${quoted(nameOf(text.ids[chosen]))}`;
+  element("token-name").textContent = `Token ${count(chosen)}: ${quoted(nameAt(chosen))}`;
   const lines = [bits === undefined || Number.isNaN(bits) ? "surprisal unknown" : `${bits.toFixed(2)} bits (probability ${probability(bits)})`];
   if (memory() && without !== undefined && bits !== undefined) {
     lines.push(`without memory ${without.toFixed(2)} bits: memory ${without < bits ? "costs" : "saves"} ${Math.abs(without - bits).toFixed(2)}`);
@@ -313,7 +330,7 @@ function strongest() {
   const { weights, index, highest } = looked;
   return weights.map((weight, distance) => ({ weight, distance })).sort((first, second) => second.weight - first.weight)
     .slice(0, NUM_ALTERNATIVES).map(({ weight, distance }) => ({
-      label: distance > index ? "beginning" : quoted(nameOf(text.ids[index - distance])), part: weight / highest,
+      label: distance > index ? "beginning" : quoted(shownOf(text, index - distance, index - distance + 1)[0]), part: weight / highest,
       value: `${weight.toPrecision(2)}, ${count(distance, "token")} back`, to: distance > index ? undefined : index - distance }));
 }
 
@@ -357,15 +374,14 @@ const undo = (from, to) => undoing = undoing.then(attempt(async () => {
 // What the characters between two offsets are, which may be shown by signs.
 function realText(start, end) {
   if (start >= end) return "";
-  const ids = shownIds();
   const first = editor.firstOf(editor.tokenAt(start));
   const begin = editor.startOf(first);
-  return textOf(ids.slice(first, editor.tokenAt(end - 1) + 1)).slice(start - begin, end - begin);
+  return joinedText(shownParts().slice(first, editor.tokenAt(end - 1) + 1)).slice(start - begin, end - begin);
 }
 
 // Put text in place of what is between two offsets; return the edit that undoes it.
 function edit(start, end, inserted) {
-  const ids = shownIds();
+  const [ids, parts] = [shownIds(), shownParts()];
   const isYours = (index) => ids[index] === -1 || !isModels(index) && index < ids.length;
   let first = start >= editor.text.length ? ids.length : editor.firstOf(editor.tokenAt(start));
   let last = end <= editor.startOf(first) ? first : editor.tokenAt(end - 1) + 1;
@@ -374,9 +390,9 @@ function edit(start, end, inserted) {
   // the tokens of a word depend on all of it
   const from = first;
   const isNew = !old || first < old.at;
-  for (let back = 0; isNew && back < 64 && first > 0 && isYours(first - 1) && (first === from || !/^\s/.test(nameOf(ids[first]))); back++) first--;
+  for (let back = 0; isNew && back < 64 && first > 0 && isYours(first - 1) && (first === from || !/^\s/.test(parts[first])); back++) first--;
   first = editor.firstOf(first);
-  for (let ahead = 0; ahead < 64 && last < ids.length && isYours(last) && !/^\s/.test(nameOf(ids[last])); ahead++) last++;
+  for (let ahead = 0; ahead < 64 && last < ids.length && isYours(last) && !/^\s/.test(parts[last]); ahead++) last++;
   last = last > first && last < ids.length ? lastOf(last - 1) + 1 : last;
   const undoing = { start, end: start + inserted.length, inserted: realText(start, end) };
   const value = realText(editor.startOf(first), start) + inserted + realText(end, last ? editor.ends[last - 1] : 0);
@@ -407,26 +423,73 @@ async function readDraft() {
   await readAll();
 }
 
-const tokenize = async (prompt) => (await post("tokenize", { model: model.id, prompt, add_special_tokens: false })).tokens;
+async function tokenize(prompt) {
+  const { tokens: ids, token_strs: texts } = await post("tokenize", { model: model.id, prompt, add_special_tokens: false });
+  return { ids, texts: model.is_lossless ? undefined : texts };
+}
+
+// The tokens of a draft where they depend on what is around them in the line; words that it joins become a part of it.
+async function tokenizeInLine({ first, last, value }) {
+  const { texts: parts } = text;
+  for (;;) {
+    const before = parts.slice(0, first).join("").slice(-CONTEXT).replace(/^[^]*\n|^[\udc00-\udfff]/, "");
+    const after = parts.slice(last).join("").slice(0, CONTEXT).replace(/\n[^]*$|[\ud800-\udbff]$/, "");
+    const prompt = before + value + after;
+    const [begin, end] = [before.length, before.length + value.length];
+    const { ids, texts } = await tokenize(prompt);
+    const [own, ownTexts] = [/** @type {number[]} */ ([]), /** @type {string[]} */ ([])];
+    let [at, unit, taken, isJoined] = [0, 0, begin, [false, false]];
+    texts.forEach((part, index) => {
+      if (!part) return; // the next one has its text
+      const start = at + Math.min(part.length - 1, part.length - part.trimStart().length);
+      const stop = at + (part.trimEnd().length || part.length);
+      at += part.length;
+      if (start < end && stop > begin) { // more than white space of it is in the draft
+        isJoined = [isJoined[0] || start < begin, isJoined[1] || stop > end];
+        own.push(...ids.slice(unit, index + 1));
+        ownTexts.push(...texts.slice(unit, index), prompt.slice(taken, Math.min(at, end)));
+        taken = Math.min(at, end);
+      }
+      unit = index + 1;
+    });
+    if (isJoined[0]) do value = parts[--first] + value; while (first && !parts[first - 1]);
+    if (isJoined[1]) do value += parts[last++]; while (!parts[last - 1]);
+    if (isJoined.some(Boolean)) continue;
+    if (own.length) ownTexts.push(ownTexts.pop() + prompt.slice(taken, end));
+    return { first, last, value, ids: own, texts: ownTexts };
+  }
+}
 
 async function tokenized() {
   clearTimeout(typing);
   while (draft) {
     const own = draft;
-    const ids = own.value ? await tokenize(own.value) : [];
-    await fetchNames(ids);
+    const { first, last, value, ids, texts } = !model.is_lossless ? await tokenizeInLine(own)
+      : { ...own, ...own.value ? await tokenize(own.value) : { ids: [], texts: undefined } };
+    if (model.is_lossless) await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
     draft = null;
     work.revive(text.spans);
-    replace(own.first, own.last, ids);
-    showText(own.first);
+    replace(first, last, ids, texts);
+    if (value && !ids.length) keepSpace(first, value);
+    showText(Math.max(0, first - 1));
     showBranches();
     keep();
   }
 }
 
+// Show white space that has no token with the token before it, or after it.
+function keepSpace(first, space) {
+  const now = new Text(work, currentNode(), model);
+  if (!now.length) return;
+  const index = Math.max(0, first - 1);
+  const { node, start } = now.spanAt(index);
+  node.texts[index - start] = first ? node.texts[index - start] + space : space + node.texts[index - start];
+  work.touch(node);
+}
+
 // Put tokens in place of others, as a branch. The parts before go if all that follows was typed too, and nothing else follows.
-function replace(first, last, ids) {
+function replace(first, last, ids, texts = undefined) {
   const { spans } = text;
   const followers = work.followers();
   const isOpen = ({ node, start, end }, index) => end - start === node.ids.length && node.model === model.id
@@ -436,23 +499,27 @@ function replace(first, last, ids) {
   while (from > 0 && isOpen(spans[from - 1], from - 1)) from--;
   const owner = spans.slice(from).find(({ node, start, end }) => node.kind === "you" && start <= first && last <= end);
   const { node: old, start: begin } = owner ?? { node: null, start: first };
-  const typed = old ? [...old.ids.slice(0, first - begin), ...ids, ...old.ids.slice(last - begin)] : ids;
+  const put = (into, inserted) => into ? [...into.slice(0, first - begin), ...inserted, ...into.slice(last - begin)] : inserted;
+  const typed = put(old?.ids, ids);
   const rest = owner ? spans.slice(spans.indexOf(owner) + 1) : spans.filter(({ end }) => end > last);
   const [parent, at] = text.place(begin);
   /** @type {any} */
   let node = null;
-  const add = (kind, its, seed = null, linked = false) => {
-    node = work.add(node ?? parent, node?.ids.length ?? at, kind, model.id, its, seed);
+  const add = (kind, its, itsTexts, seed = null, linked = false) => {
+    node = work.add(node ?? parent, node?.ids.length ?? at, kind, model.id, its, seed, itsTexts);
     node.linked = linked;
     fresh.add(node.id);
   };
-  if (typed.length || !rest.length && at < (parent?.ids.length ?? 0)) add("you", typed);
+  if (typed.length || !rest.length && at < (parent?.ids.length ?? 0)) add("you", typed, texts && put(old?.texts, texts));
   if (old && node) { // what is known of its beginning
     for (const length in old.bits) node.bits[length] = old.bits[length].slice(0, first - begin);
     [node.made, node.sessions] = [old.made, old.sessions.filter((one) => one.at <= first - begin)];
     old.sessions = old.sessions.filter((one) => one.at > first - begin);
   }
-  for (const { node: part, start, end } of rest) add(part.kind, part.ids.slice(Math.max(0, last - start), end - start), part.seed, part.linked);
+  for (const { node: part, start, end } of rest) {
+    const [ids, texts] = [part.ids, part.texts].map((one) => one?.slice(Math.max(0, last - start), end - start));
+    add(part.kind, ids, texts, part.seed, part.linked);
+  }
   if (old) removeNode(old.id);
   work.current = node?.id ?? parent?.id ?? null;
 }
@@ -543,7 +610,7 @@ async function write(signal, end = text.length, isOther = false) {
   const begin = new Text(work, parent, model, parent ? at : undefined);
   const before = work.current;
   let keptAt = Date.now();
-  const part = work.add(parent, at, "model", model.id, [], seed);
+  const part = work.add(parent, at, "model", model.id, [], seed, model.is_lossless ? undefined : []);
   const step = moveTo(part);
   work.growing = part.id;
   showText(end);
@@ -552,14 +619,15 @@ async function write(signal, end = text.length, isOther = false) {
   const { max_tokens, temperature, top_p, top_k, min_p } = settings;
   try {
     for await (const tokens of generate(begin, memory(), { max_tokens, temperature, top_p, top_k, min_p }, seed, signal)) {
-      await fetchNames(tokens.map(({ id }) => id), signal);
+      if (model.is_lossless) await fetchNames(tokens.map(({ id }) => id), signal);
       signal.throwIfAborted();
+      if (tokens.length && !part.ids.length && /\s$/.test(editor.text)) tokens[0].text = tokens[0].text.replace(/^ /, "");
       const from = text.length;
       const follows = isAtEnd(editor.scroller);
       const wasAtEnd = editor.selected().every((offset) => offset >= editor.text.length);
       text.append(tokens);
       work.touch(part);
-      editor.show(text.ids.map(nameOf), from);
+      editor.show(shownOf(text), from);
       element("start").hidden = true;
       if (wasAtEnd) editor.select(editor.text.length);
       if (follows) editor.scroller.scrollTop = editor.scroller.scrollHeight;
@@ -591,9 +659,10 @@ const reroll = () => writing((signal) => write(signal, text.spans.at(-1).start, 
 
 const takeInstead = (index, id) => writing(async (signal) => {
   const [parent, at] = text.place(index);
+  const texts = model.is_lossless ? undefined : (await detokenize([...text.ids.slice(0, index), id], signal)).token_strs.slice(-1);
   await fetchNames([id], signal);
   signal.throwIfAborted();
-  moveTo(work.add(parent, at, "you", model.id, [id]));
+  moveTo(work.add(parent, at, "you", model.id, [id], null, texts));
   showText(index);
   editor.select(editor.text.length);
 });
@@ -651,8 +720,8 @@ function describe(node, length) {
   const readable = isReadable(node);
   if (!readable) return { readable, label: `${count(length, "token")} that no model here can read, of ${node.model}` };
   if (node.model !== model.id) return { readable, label: `${count(length, "token")} of ${node.model}` };
-  const words = quoted(textOf(node.ids.slice(0, 40)).replace(/\s+/g, " ").replace(/\ufffd+$/, "")).replaceAll("\u00b7", " ");
-  const first = node.parent === null || !node.ids.length ? "" : `${quoted(nameOf(node.ids[0]))} \u2013 `;
+  const words = quoted(textOf(node, 0, 40).replace(/\s+/g, " ").replace(/\ufffd+$/, "")).replaceAll("\u00b7", " ");
+  const first = node.parent === null || !node.ids.length ? "" : `${quoted(shownOf(node, 0, 1)[0])} \u2013 `;
   return { readable, label: `${first}${node.ids.length ? words : "(the end)"} (${count(length, "token")})` };
 }
 
@@ -678,13 +747,22 @@ async function chooseNode(id) {
   await showCurrent();
 }
 
+// Have what is shown of a part that was kept or linked without.
+async function fetchTexts(part) {
+  if (part.texts) return;
+  const { ids } = new Text(work, part, model);
+  part.texts = ids.length ? (await detokenize(ids)).token_strs.slice(ids.length - part.ids.length) : [];
+  work.touch(part);
+}
+
 async function showCurrent() {
   reading?.abort();
   fresh = new Set();
   undone = { back: [], forth: [] };
   const own = new Text(work, currentNode(), model);
-  const starts = [...work.nodes.values()].filter((node) => node.model === model.id).flatMap((node) => node.ids.slice(0, 40));
-  await fetchNames([...own.ids, ...starts]);
+  const parts = [...work.nodes.values()].filter((node) => node.model === model.id && isReadable(node));
+  if (model.is_lossless) await fetchNames([...own.ids, ...parts.flatMap(({ ids }) => ids.slice(0, 40))]);
+  else for (const part of parts) await fetchTexts(part);
   showAll();
   editor.select(editor.text.length);
   showLegend();
@@ -701,7 +779,7 @@ async function dropNode(id) {
 
 async function showServerSessions() {
   const sessions = await ownSessions(work.nodes.values());
-  showSessions(sessions, ({ node, one }) => node.model === model.id ? textOf(node.ids.slice(Math.max(0, one.at - 20), one.at)).slice(-20)
+  showSessions(sessions, ({ node, one }) => node.model === model.id ? textOf(node, Math.max(0, one.at - 20), one.at).slice(-20)
     : node.model);
 }
 
@@ -729,6 +807,8 @@ async function merge(touched) {
 
 function chooseModel(id) {
   model = models.get(id) ?? models.values().next().value;
+  editor.inPlace = !model.is_lossless;
+  element("note").hidden = model.is_lossless;
   names = new Map();
   tops = new Map();
   element("model").value = model.id;
@@ -742,7 +822,7 @@ function chooseModel(id) {
 // Another model reads the same text, as a text of its own.
 async function switchModel(id) {
   await tokenized();
-  const value = textOf(text.ids);
+  const value = textOf(text);
   chooseModel(id);
   await begin(value);
 }
@@ -761,8 +841,9 @@ function savePicture() {
 async function share() {
   await tokenized();
   const { seed, ...shared } = settings;
-  const fragment = await linkFragment({ model: model.id, text: textOf(text.ids), chosen,
-    parts: text.spans.map(({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed]), settings: shared });
+  const read = model.is_lossless ? textOf(text) : (await detokenize(text.ids)).prompt;
+  const fragment = await linkFragment({ model: model.id, text: read, chosen, settings: shared, parts: text.spans.map(
+    ({ node, start, end }) => [node.kind, node.ids.slice(0, end - start), node.seed, node.texts?.slice(0, end - start)]) });
   element("link").value = location.origin + location.pathname + fragment;
   element("link-form").hidden = false;
   element("link").select();
@@ -779,11 +860,15 @@ async function openLink() {
   let { parts } = linked;
   const tokens = parts.flatMap(([, ids]) => ids);
   const same = model.id === linked.model && tokens.every((id) => id < model.vocab_size);
-  if (same) await fetchNames(tokens);
-  if (!same || textOf(tokens) !== linked.text) parts = [["you", await tokenize(linked.text)]];
+  if (same && model.is_lossless) await fetchNames(tokens);
+  const read = !same ? null : model.is_lossless ? joined(tokens.map(nameOf)) : (await detokenize(tokens)).prompt;
+  if (read !== linked.text) {
+    const { ids, texts } = await tokenize(parts.flatMap(([, , , one]) => one ?? []).join("") || linked.text);
+    parts = [["you", ids, null, texts]];
+  }
   let node = null;
-  for (const [kind, ids, seed] of parts.filter(([, ids]) => ids.length)) {
-    node = work.add(node, node?.ids.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null);
+  for (const [kind, ids, seed, texts] of parts.filter(([, ids]) => ids.length)) {
+    node = work.add(node, node?.ids.length ?? 0, kind, model.id, ids, Number.isInteger(seed) ? seed : null, texts ?? undefined);
     node.linked = true;
   }
   if (!node) return;

@@ -5,8 +5,8 @@ import { firstIndex } from "./editor.js";
 import { get, post, remove, scoredTokens, stream } from "./server.js";
 
 /** @import { Part, Work } from "./work.js" */
-/** @typedef {{id: string, vocab_size: number, segment_length: number, memory_length: number, max_memory_length: number,
- *   attention: [number, number]|null}} Model as /v1/models describes it */
+/** @typedef {{id: string, vocab_size: number, is_lossless: boolean, segment_length: number, memory_length: number,
+ *   max_memory_length: number, attention: [number, number]|null}} Model as /v1/models describes it */
 
 export const NUM_ALTERNATIVES = 10;
 const CHUNK_SEGMENTS = 16; // read in a request
@@ -20,6 +20,7 @@ export class Text {
     this.model = model;
     this.spans = work.spans(node, end);
     this.ids = this.spans.flatMap(({ node: part, start, end }) => part.ids.slice(0, end - start));
+    this.texts = this.spans.flatMap(({ node: part, start, end }) => part.texts?.slice(0, end - start) ?? []);
   }
 
   get length() { return this.ids.length; }
@@ -49,6 +50,7 @@ export class Text {
   append(tokens) {
     const span = this.spans.at(-1);
     for (const ids of [span.node.ids, this.ids]) ids.push(...tokens.map(({ id }) => id));
+    if (span.node.texts) for (const texts of [span.node.texts, this.texts]) texts.push(...tokens.map((token) => token.text));
     span.node.rough.push(...tokens.map(({ bits }) => bits));
     span.end = this.length;
   }
@@ -190,16 +192,20 @@ export function meanAttention(weights, layer, head) {
   return heads[0].map((_, distance) => heads.reduce((sum, one) => sum + one[distance], 0) / heads.length);
 }
 
-/** Yield the tokens that the model writes after a text. @param {Text} text */
+/** Yield the tokens that the model writes after a text, each with its part of what it writes. @param {Text} text */
 export async function* generate(text, memory, sampling, seed, signal) {
   const isLong = hasMemory(text.model) && memory && text.length > CHUNK_SEGMENTS * text.model.segment_length;
   const branch = isLong ? await branchOf(text, memory, text.length, signal) : null;
   const rest = text.ids.slice(branch?.at ?? 0);
   const body = { model: text.model.id, prompt: rest.length ? rest : "", logprobs: 0, return_tokens_as_token_ids: true, ...sampling,
     seed, session: branch?.id, memory_length: hasMemory(text.model) ? memory : undefined };
+  let length = 0; // of what was written, in characters as the server counts them
   try {
-    for await (const chunk of stream(body, signal)) {
-      yield chunk.choices.flatMap((choice) => choice.logprobs ? scoredTokens(choice.logprobs) : []);
+    for await (const { choices: [choice] } of stream(body, signal)) {
+      const [characters, starts] = [[...choice.text], choice.logprobs.text_offset.map((offset) => offset - length)];
+      length += characters.length;
+      yield scoredTokens(choice.logprobs).map((token, index) => (
+        { ...token, text: characters.slice(index && starts[index], starts[index + 1]).join("") }));
     }
   } finally {
     if (branch) remove(`v1/sessions/${branch.id}`).catch(() => {});

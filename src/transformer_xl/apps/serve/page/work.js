@@ -4,9 +4,9 @@
 
 /** @typedef {{memory: number, at: number, id: string}} Session what a server has read of a part, with `at` of its tokens */
 /** @typedef {{id: number, parent: number|null, at: number, kind: string, model: string, seed: number|null, ids: number[],
- *   bits: Record<number, number[]>, rough: number[], sessions: Session[], linked?: boolean, made?: number,
- *   growing?: boolean}} Part bits by memory length; `rough`: those with which it was generated, until it is read;
- *   `made`: when it was begun, in ms; `growing`: while another tab writes it */
+ *   texts?: string[], bits: Record<number, number[]>, rough: number[], sessions: Session[], linked?: boolean, made?: number,
+ *   growing?: boolean}} Part `texts`: what is shown of each token, where that depends on its place; bits by memory length;
+ *   `rough`: those with which it was generated, until it is read; `made`: when it was begun, in ms; `growing`: while another tab writes it */
 /** @typedef {{node: Part, start: number, end: number}} Span the tokens that a text has of a part */
 
 import { tabStorage } from "./server.js";
@@ -16,6 +16,7 @@ const TAB = "transformer-xl text"; // in sessionStorage: the id of the last part
 
 const isIndex = (value) => Number.isInteger(value) && value >= 0;
 const isIds = (value) => Array.isArray(value) && value.every(isIndex);
+const isTexts = (value, { length }) => Array.isArray(value) && value.length === length && value.every((one) => typeof one === "string");
 
 // Return an integer that no other tab has given to a part: of 53 random bits.
 function randomId() {
@@ -39,8 +40,8 @@ function unpackedPart(kept) {
       bits: Object.fromEntries(Object.entries(kept.bits).map(([memory, values]) => [memory, Array.from(values, Number)])) };
     const isPart = isIndex(part.id) && (part.parent === null || isIndex(part.parent)) && isIndex(part.at)
       && ["you", "model"].includes(part.kind) && typeof part.model === "string" && isIds(part.ids)
-      && Array.isArray(part.rough) && part.sessions.every(({ memory, at, id }) => isIndex(memory) && isIndex(at)
-        && typeof id === "string");
+      && (part.texts === undefined || isTexts(part.texts, part.ids)) && Array.isArray(part.rough)
+      && part.sessions.every(({ memory, at, id }) => isIndex(memory) && isIndex(at) && typeof id === "string");
     return isPart ? part : null;
   } catch {
     return null;
@@ -57,10 +58,10 @@ export class Work {
   #channel = new BroadcastChannel("transformer-xl");
 
   /** Add a part after the first `at` tokens of another, or as the beginning of a text. @param {Part|null} parent */
-  add(parent, at, kind, model, ids = [], seed = null) {
+  add(parent, at, kind, model, ids = [], seed = null, texts = undefined) {
     while (parent && at === 0) [parent, at] = [this.nodes.get(parent.parent) ?? null, parent.at];
     /** @type {Part} */
-    const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed, ids, bits: {}, rough: [],
+    const node = { id: randomId(), parent: parent?.id ?? null, at: parent ? at : 0, kind, model, seed, ids, texts, bits: {}, rough: [],
       sessions: [], made: Date.now() };
     return this.#put(node);
   }
@@ -218,7 +219,8 @@ export async function linkedText(fragment) {
     throw new Error("The link is damaged, it may have been cut, or its text is too long.");
   }
   const isText = typeof text?.model === "string" && typeof text.text === "string" && Array.isArray(text.parts)
-    && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1]));
+    && text.parts.every((part) => ["you", "model"].includes(part?.[0]) && isIds(part[1])
+      && (part[3] == null || isTexts(part[3], part[1])));
   if (!isText) throw new Error("The link has no text that this page can open.");
   return text;
 }
