@@ -311,6 +311,42 @@ def test_texts_of_tokens_are_the_text_together(name: str, tmp_path: Path) -> Non
         assert answer["token_strs"] == {"word": ["<unk>", " <unk>"], "integer": ["3", " 3"]}[name]
 
 
+@pytest.mark.parametrize("name", LOSSY)
+def test_names_of_tokens_are_the_text_together(name: str, tmp_path: Path) -> None:
+    """In log-probabilities of completions and chats, whole and streamed; each token is among the most likely ones."""
+    text = "3  07\n 12" if name == "integer" else "the  Cat sat, on\nthe 12 \u2013 12 mat"
+    body = {"model": "tiny", "max_tokens": 30, "seed": 3}
+    completion = {**body, "prompt": [text, text[:7]], "echo": True, "n": 2, "logprobs": 3}
+    chat = {**body, "messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 2}
+
+    def streamed(path: str, body: dict, part: str) -> list[list]:
+        with client.stream("POST", path, json={**body, "stream": True}) as answer:
+            chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+        return [
+            [one for choice in parts if choice["index"] == index for one in choice["logprobs"][part]]
+            for index in range(max(choice["index"] for choice in parts) + 1)
+        ]
+
+    with running({"tiny": make_run(tmp_path / "run", tokenizer=LOSSY[name])}, chat_template="{content}\n") as (
+        client,
+        _,
+    ):
+        choices = client.post("/v1/completions", json=completion).json()["choices"]
+        for part in ("tokens", "top_logprobs", "text_offset"):
+            assert streamed("/v1/completions", completion, part) == [choice["logprobs"][part] for choice in choices]
+        for choice in choices:
+            logprobs = choice["logprobs"]
+            assert "".join(logprobs["tokens"]) == choice["text"]
+            for index, token in enumerate(logprobs["tokens"]):
+                assert choice["text"].startswith(token, logprobs["text_offset"][index])
+                assert logprobs["top_logprobs"][index][token] >= logprobs["token_logprobs"][index]
+        (choice,) = client.post("/v1/chat/completions", json=chat).json()["choices"]
+        entries = choice["logprobs"]["content"]
+        assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
+        assert streamed("/v1/chat/completions", chat, "content") == [entries]
+
+
 def test_attention_of_a_token(client: httpx2.Client) -> None:
     body = {"prompt": PROMPT, "position": 20, "memory_length": 32}
     answer = client.post("/attention", json=body).json()

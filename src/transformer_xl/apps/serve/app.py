@@ -23,6 +23,8 @@ from starlette.requests import ClientDisconnect
 from transformer_xl import __version__
 from transformer_xl.apps.serve.answers import (
     LargeAnswer,
+    NamesInPlace,
+    SampleNames,
     TokenNames,
     chat_logprobs,
     completion_logprobs,
@@ -79,7 +81,9 @@ def build_app(runner: RequestRunner) -> FastAPI:
     ) -> Response:
         """Continue one or several texts."""
         text = await runner.completion(body, request.state.owner, x_session)
-        return await _respond(runner, request, _CompletionAnswer(text, body, names[text.served.name]))
+        return await _respond(
+            runner, request, _CompletionAnswer(text, body, SampleNames(names[text.served.name], text.jobs))
+        )
 
     @app.post("/v1/chat/completions")
     async def chat_completions(
@@ -87,7 +91,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
     ) -> Response:
         """Reply to messages, where the server has a chat template."""
         text = await runner.chat(body, request.state.owner, x_session)
-        return await _respond(runner, request, _ChatAnswer(text, body, names[text.served.name]))
+        return await _respond(runner, request, _ChatAnswer(text, body, SampleNames(names[text.served.name], text.jobs)))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -311,7 +315,7 @@ class _CompletionAnswer:
 
     text: TextRequest
     body: CompletionBody
-    names: TokenNames
+    names: SampleNames
     _echoes: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each job, with `echo`
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
@@ -320,6 +324,8 @@ class _CompletionAnswer:
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices with which the samples of a job begin: with `echo`, the prompt."""
+        if self.body.logprobs is not None and not self.body.return_tokens_as_token_ids:
+            self.names.of(job, 0)  # which may take long, so not in the event loop
         if not self.body.echo:
             return []
         echo, num_samples = self._echo(job), self.text.num_returned
@@ -345,15 +351,16 @@ class _CompletionAnswer:
         if job not in self._echoes:
             tokenizer, ids = self.text.served.run.tokenizer, self.text.jobs[job].prompt_ids
             offsets = [] if self.body.logprobs is None else text_offsets(tokenizer, ids)
-            tokens = self.text.jobs[job].prompt_tokens
-            self._echoes[job] = self._choice(job, Delta(0, tokenizer.decode(ids), tokens, offsets, None))
+            delta = Delta(0, tokenizer.decode(ids), self.text.jobs[job].prompt_tokens, offsets, None)
+            self._echoes[job] = self._choice(job, delta, NamesInPlace(self.names.names))
         return self._echoes[job]
 
-    def _choice(self, job: int, delta: Delta) -> dict[str, Any]:
+    def _choice(self, job: int, delta: Delta, names: NamesInPlace | None = None) -> dict[str, Any]:
         index, logprobs = job * self.text.num_returned + delta.sample, None
         if self.body.logprobs is not None:
-            as_ids = self.body.return_tokens_as_token_ids
-            logprobs = completion_logprobs(self.names, delta.tokens, delta.offsets, as_ids=as_ids)
+            is_end = names is not None or delta.finish_reason in ("length", "eos")
+            names = None if self.body.return_tokens_as_token_ids else names or self.names.of(job, delta.sample)
+            logprobs = completion_logprobs(names, delta.tokens, delta.offsets, is_end=is_end)
         reason = finish_reason(delta.finish_reason)
         return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
 
@@ -364,7 +371,7 @@ class _ChatAnswer:
 
     text: TextRequest
     body: ChatBody
-    names: TokenNames
+    names: SampleNames
 
     def base(self, *, chunk: bool) -> dict[str, Any]:
         """Return what every answer and chunk has."""
@@ -373,19 +380,24 @@ class _ChatAnswer:
 
     def begin(self, job: int) -> list[dict[str, Any]]:
         """Return the choices that say whose message follows."""
+        if self.body.logprobs:
+            self.names.of(job, 0)
         message = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": sample, **message} for sample in range(self.text.num_returned)]
 
     def choice(self, job: int, delta: Delta) -> dict[str, Any]:
         """Return the choice of a chunk."""
-        return self._choice(delta, {"delta": {"content": delta.text} if delta.text else {}})
+        return self._choice(job, delta, {"delta": {"content": delta.text} if delta.text else {}})
 
     def whole(self, job: int, delta: Delta) -> dict[str, Any]:
         """Return the choice of a whole sample."""
-        return self._choice(delta, {"message": {"role": "assistant", "content": delta.text, "refusal": None}})
+        return self._choice(job, delta, {"message": {"role": "assistant", "content": delta.text, "refusal": None}})
 
-    def _choice(self, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
-        logprobs = chat_logprobs(self.names, delta.tokens) if self.body.logprobs else None
+    def _choice(self, job: int, delta: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs:
+            is_end = delta.finish_reason in ("length", "eos")
+            logprobs = chat_logprobs(self.names.of(job, delta.sample), delta.tokens, is_end=is_end)
         reason = finish_reason(delta.finish_reason)
         return {"index": delta.sample, **message, "logprobs": logprobs, "finish_reason": reason}
 
