@@ -5,7 +5,7 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
-those of `fast-small` (ours-ngrams, lstm-ngrams and so on). Those with n-gram embeddings read the text once at most, as
+those of `fast-small` (ours-ngrams, lstm-ngrams and so on); `--layers N` adds another size to a file. Those with n-gram embeddings read the text once at most, as
 they learn by heart what they read twice; those that draw random blocks then draw each once.
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
@@ -76,10 +76,11 @@ class Contestant:
 
 
 def all_contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Return all contestants with two sizes of each at three rates, without and with n-gram embeddings."""
+    """Return all contestants with two sizes of each, or `--layers`, at three rates, without and with n-grams."""
     found = []
     # n-gram embeddings need fewer layers
-    for suffix, ngrams, depths in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
+    for suffix, ngrams, usual in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
+        depths = (args.layers,) if args.layers else usual
         shapes = [(layers, rate) for layers in depths for rate in (1e-3, 2e-3, 4e-3)]
         sizes = [
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
@@ -116,7 +117,7 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
                 "model": {"architecture": "lstm", "n_layers": layers, "d_model": 448, "dropout": 0.0, **ngrams},
                 "train": {**adamw, "learning_rate": rate},
             }
-            for layers in (1, 2)
+            for layers in ((args.layers,) if args.layers else (1, 2))
             for rate in (2e-3, 4e-3, 8e-3)
         ]
         found += [
@@ -411,6 +412,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contestants", help="separated by commas (default: all)")
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
+    parser.add_argument("--layers", type=positive, help="of each model, instead of two sizes")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")

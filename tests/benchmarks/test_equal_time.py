@@ -125,6 +125,9 @@ def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
     assert rows["gpt2"]["settings"]["learning_rate"] == 2e-3
     assert {row["seeds"] for row in table} == {2}
     assert [row["test_bits_per_token"] for row in table] == pytest.approx([1.5 / math.log(2)] * len(table), rel=1e-9)
+    args.layers, args.seeds = 7, "1"
+    assert [row["settings"].get("n_layer", 7) for row in compare(args)] == [7, 7]
+    assert {row["choices_tried"] for row in compare(args)} == {9}
     args.dtype = "float64"
     with pytest.raises(UserError, match="has results with another dtype; choose another --out"):
         compare(args)
