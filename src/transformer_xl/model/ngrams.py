@@ -16,6 +16,9 @@ Shape suffixes: B batch size, T new tokens, R recent tokens (max_ngram - 1), S =
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,9 +39,7 @@ class NgramEmbedding(nn.Module):
         super().__init__()
         num_tables = config.max_ngram - 1
         self.scale = config.d_ngram**0.5  # as token embeddings are scaled by sqrt(D)
-        self.sparse = False
-        """Whether gradients of the tables are sparse tensors in training, of the rows that were looked up. Most
-        optimizers refuse them; `Stepper` sets this where its own takes them."""
+        self._sparse = False  # see `sparse_gradients`
         self.tables = nn.ParameterList(torch.empty(config.ngram_buckets, config.d_ngram) for _ in range(num_tables))
         self.projections = nn.ParameterList(torch.empty(config.d_model, config.d_ngram) for _ in range(num_tables))
 
@@ -46,6 +47,18 @@ class NgramEmbedding(nn.Module):
         """Draw normal initial weights with standard deviation 0.02."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.0, _STD)
+
+    @contextmanager
+    def sparse_gradients(self) -> Iterator[None]:
+        """Within this context gradients of the tables are sparse tensors, of the rows that were looked up.
+
+        Most optimizers refuse them.
+        """
+        self._sparse = True
+        try:
+            yield
+        finally:
+            self._sparse = False
 
     @override
     def forward(self, ids_BS: Tensor, num_new: int, visible_BT: Tensor | None = None) -> Tensor:
@@ -67,7 +80,7 @@ class NgramEmbedding(nn.Module):
             if visible_BT is not None:
                 earlier_BT = earlier_BT.masked_fill(visible_BT.to(earlier_BT.device) < index + 2, 0)
             hash_BT = (hash_BT * _MULTIPLIER + earlier_BT) % _MODULUS
-            embedded_BTE = F.embedding(hash_BT % len(table), table, sparse=self.sparse and self.training) * self.scale
+            embedded_BTE = F.embedding(hash_BT % len(table), table, sparse=self._sparse) * self.scale
             parts_BTD.append(linear(embedded_BTE, projection_DE))
         return torch.stack(parts_BTD).sum(0)
 

@@ -19,6 +19,7 @@ context before them, D model width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,10 +154,10 @@ class Stepper:
             ModelWithLoss(model, copy_memory=config.compile == "cudagraphs"), config.parallelism
         )
         decay = finetune.layer_rate_decay if finetune is not None else 1.0
-        if model.ngrams is not None:
-            # DDP and CUDA graphs have whole gradients, and MPS lacks some operators of sparse tensors
-            is_whole = world.size > 1 or config.compile == "cudagraphs" or device.type == "mps"
-            model.ngrams.sparse = config.ngram_learning_rate_ratio is not None and not is_whole
+        # DDP and CUDA graphs have whole gradients, and MPS lacks some operators of sparse tensors
+        is_whole = world.size > 1 or config.compile == "cudagraphs" or device.type == "mps"
+        by_rows = config.ngram_learning_rate_ratio is not None and not is_whole
+        self.table_gradients = model.ngrams.sparse_gradients if model.ngrams is not None and by_rows else nullcontext
         # after wrapping, which shards the weights
         self.optimizers = build_optimizers(model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(model, config)
@@ -225,7 +226,7 @@ class Stepper:
             rows = slice(indices.start, indices.stop)
             self.world.set_gradient_sync(self.wrapped_model, indices is self.micro_batches[-1])
             # around the backward pass too, as layers may be computed again in it
-            with computing_with(self.numerics):
+            with computing_with(self.numerics), self.table_gradients():
                 with autocast(self.device, self.config.dtype):
                     losses_BT, auxiliary_BT, memory = self.wrapped_model(
                         *(inputs_BX[rows], targets_BT[rows], memory, done),
