@@ -263,18 +263,18 @@ def test_penalties_are_off_by_default_and_those_of_one_token_have_no_change(make
     assert not make_model().training_losses(tokens(2, 6), tokens(2, 6), memory, progress=0.0)[1].any()
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_temperature_divides_the_logits(make_model, tokens, monkeypatch, chunked) -> None:
+@pytest.mark.parametrize(("cutoffs", "chunked"), [((), False), ((), True), ((5, 11), True)])
+def test_temperature_divides_the_logits(make_model, tokens, monkeypatch, cutoffs, chunked) -> None:
     if chunked:
         monkeypatch.setattr("transformer_xl.model.adaptive.fits_at_once", lambda *_: False)
-    model, targets_BT = make_model(), tokens(2, 5, seed=1)
+        monkeypatch.setattr("transformer_xl.model.adaptive._PART", 3)
+    model, targets_BT = make_model(cutoffs=cutoffs), tokens(2, 5, seed=1)
     hidden_BTD, _ = model(tokens(2, 5))
     logits_BTV = model.logits(hidden_BTD) / 1.7
     expected_BT = -logits_BTV.log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
     torch.testing.assert_close(model.nats(hidden_BTD, targets_BT, temperature=1.7), expected_BT, rtol=0, atol=1e-10)
-    with_tails = make_model(cutoffs=(5, 11))
-    with pytest.raises(UserError, match=r"softmax_temperature 1\.7 needs one softmax"):
-        with_tails.nats(hidden_BTD, targets_BT, temperature=1.7)
+    with pytest.raises(UserError, match="temperature must be above 0, not 0"):
+        model.nats(hidden_BTD, targets_BT, temperature=0)
 
 
 @pytest.mark.parametrize("architecture", ["vaswani", "lstm", "shaw"])

@@ -31,6 +31,7 @@ from transformer_xl.ops.cross_entropy import cross_entropy, fits_at_once, linear
 from transformer_xl.ops.linear import linear
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
+_PART = 64  # positions whose logits of all clusters are computed at once
 _PADDING_MULTIPLE = 8  # the number of targets in a tail is padded to a multiple of this, so that shapes vary less
 
 
@@ -183,7 +184,7 @@ class AdaptiveSoftmax(_ClusterTables):
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor, temperature: float = 1.0) -> Tensor:
         """Return the loss of each target in nats, shape (B, T), float32 or float64, in input order.
 
-        Without tails, the logits are divided by the temperature; with tails it must be 1.
+        What `logits` returns is divided by the temperature.
 
         The positions of each tail are selected on the CPU. If the targets are on the CPU, as in training and
         evaluation, this does not synchronize with the device; otherwise they are copied to the CPU first.
@@ -194,7 +195,10 @@ class AdaptiveSoftmax(_ClusterTables):
             target_K = to_device(targets_BT.flatten(), device)
             assert_in_vocabulary(targets_BT, self.edges[-1])  # the cross-entropy ignores the target -100
             return self._cluster_losses(hidden_KD, 0, target_K, temperature).view(targets_BT.shape)
-        assert temperature == 1
+        if temperature != 1:  # each loss depends on all tokens
+            parts = zip(hidden_KD.split(_PART), to_device(targets_BT.flatten(), device).split(_PART), strict=True)
+            nats = [cross_entropy(self.logits(hidden_KD) / temperature, target_K) for hidden_KD, target_K in parts]
+            return torch.cat(nats).view(targets_BT.shape)
         target_K = targets_BT.flatten().cpu().contiguous()  # of one target a row, flatten returns a view with gaps
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)

@@ -236,14 +236,13 @@ class LanguageModel(ModelWithMemory):
             hidden: hidden states (B, T, D) that `forward` returned.
             targets: token ids as for `forward`; on the CPU they avoid a synchronization with the device. No value
                 marks a target as ignored: multiply its loss by 0.
-            temperature: the logits are divided by this.
+            temperature: the logits are divided by this, with an adaptive softmax the log-probabilities of all tokens.
 
         Returns:
             losses in nats, float32 (or float64), shape (B, T), in input order and not averaged.
 
         Raises:
-            UserError: a target is outside the vocabulary, the shapes do not match, or a temperature other than 1 is
-                given for an adaptive softmax, which has several distributions.
+            UserError: a target is outside the vocabulary, the shapes do not match, or the temperature is not positive.
         """
         check_type(hidden, Tensor, "hidden", "give the hidden states that the model returned")
         if self.softmax.num_tails and isinstance(targets, Tensor):
@@ -254,11 +253,8 @@ class LanguageModel(ModelWithMemory):
                 f"targets of shape {tuple(targets_BT.shape)} for hidden of shape {tuple(hidden.shape)}; "
                 "expected one target for each position"
             )
-        if temperature != 1 and self.softmax.num_tails:
-            raise UserError(
-                f"softmax_temperature {temperature:g} needs one softmax over all tokens, and this model has cutoffs; "
-                "leave it out"
-            )
+        if not temperature > 0:
+            raise UserError(f"temperature must be above 0, not {temperature:g}")
         return self.softmax.nats(hidden, targets_BT, temperature)
 
     def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
