@@ -13,9 +13,11 @@ import pickle
 import re
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -327,15 +329,24 @@ def test_the_largest_of_few_unequal_texts_is_for_training(tmp_path: Path, seed: 
     assert (train, sorted(others)) == (96_200, [2_200, 11_801])
 
 
-def test_hard_links_of_an_archive_are_named_in_a_note(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hard", "symbolic", "zip"])
+def test_links_of_an_archive_are_named_in_a_note(tmp_path: Path, kind: str) -> None:
     make_files(tmp_path, {"one.txt": b"a text\n"})
-    (tmp_path / "two.txt").hardlink_to(tmp_path / "one.txt")
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
-        for name in ("one.txt", "two.txt"):
-            archive.add(tmp_path / name, name)
-    corpus = prepare(train=tmp_path / "a.tar.gz", out=tmp_path / "c")
+    two, path = tmp_path / "two.txt", tmp_path / ("a.zip" if kind == "zip" else "a.tar.gz")
+    if kind == "zip":
+        link = zipfile.ZipInfo("two.txt")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.write(tmp_path / "one.txt", "one.txt")
+            archive.writestr(link, "one.txt")
+    else:
+        two.hardlink_to(tmp_path / "one.txt") if kind == "hard" else two.symlink_to("one.txt")
+        with tarfile.open(path, "w:gz") as archive:
+            for name in ("one.txt", "two.txt"):
+                archive.add(tmp_path / name, name)
+    corpus = prepare(train=path, out=tmp_path / "c")
     assert corpus.split("train").num_documents == 1
-    assert f"left out files of archives: {tmp_path}/a.tar.gz/two.txt (a hard link to another file)" in corpus.notes
+    assert f"left out files of archives: {path}/two.txt (a link to another file)" in corpus.notes
 
 
 def test_more_refusals(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import lzma
 import os
+import stat
 import sys
 import tarfile
 import zipfile
@@ -463,7 +464,7 @@ def extract(path: Path, members: Collection[str], folder: Path, progress: Progre
 def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> Generator[tuple[str, IO[bytes] | None]]:
     """Yield path and content of the files in an open archive whose path is wanted, each to be read before the next.
 
-    A hard link has no content: it is that of a file before it, and the archive may be compressed.
+    A link has no content: it is that of another file, and the archive may be compressed.
     """
     with decompressed(file, path.name) as content:
         head = content.read(512)
@@ -474,13 +475,14 @@ def open_members(file: IO[bytes], path: Path, wanted: Callable[[str], bool]) -> 
                     raise zipfile.BadZipFile("something precedes it, perhaps another archive")
                 for member in archive.infolist():
                     if not member.is_dir() and wanted(member.filename):
-                        yield member.filename, archive.open(member)
+                        is_link = stat.S_ISLNK(member.external_attr >> 16)  # its content is a path
+                        yield member.filename, None if is_link else archive.open(member)
             return
         # Decompressed here, since tarfile stops before the gzip checksum at the end of the stream.
         kept = _Kept(content)
         with tarfile.open(fileobj=cast(Any, kept), mode="r|") as archive:
             for entry in archive:
-                if (entry.isreg() or entry.islnk()) and wanted(entry.name):
+                if (entry.isreg() or entry.islnk() or entry.issym()) and wanted(entry.name):
                     yield entry.name, archive.extractfile(entry) if entry.isreg() else None
             # a missing or damaged header ends the loop too; the end is blocks of zeros, with nothing after them
             end = kept.since(archive.offset)

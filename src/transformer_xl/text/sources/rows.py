@@ -126,7 +126,7 @@ class RowFile:
         with closing(open_members(file, self.path, _is_visible)) as found:
             for member, stored in found:
                 if stored is None:
-                    self.left_out.append(f"{self.path}/{member} (a hard link to another file)")
+                    self.left_out.append(f"{self.path}/{member} (a link to another file)")
                     continue
                 plain: Any = decompressed(io.BufferedReader(cast(Any, stored), HEAD_BYTES), member)
                 content = io.BufferedReader(plain, HEAD_BYTES)
