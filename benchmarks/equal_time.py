@@ -5,14 +5,16 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
-those of `fast-small` (ours-ngrams, lstm-ngrams and so on); `--layers N` adds another size to a file. Those with n-gram embeddings read the text once at most, as
-they learn by heart what they read twice; those that draw random blocks then draw each once.
+those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers` and `--rate-factor` add other sizes and rates to
+a file. Those with n-gram embeddings read the text once at most, as they learn by heart what they read twice. All read
+the whole text in random order before they read any of it again, but for nanoGPT without n-gram embeddings, which draws
+its blocks from anywhere.
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
-median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
-`--seconds`: every choice of its settings with the first seed, then the choice with the lowest validation loss with the
-other seeds. As the number of steps is fixed, these trainings may run at any time, side by side (`--jobs`). Time
-excludes the first step, validation and scoring.
+median over the rounds of the mean of a round. Nothing else may run then. Each contestant then trains for the number of
+steps that take `--seconds`: every choice of its settings with the first seed, then the choice with the lowest
+validation loss with the other seeds. As the number of steps is fixed, these trainings may run at any time, side by side
+(`--jobs`). Time excludes the first step (and with it compilation), validation and scoring.
 
 Every token of the scored text is scored exactly once, and each contestant uses the context that is best on the
 validation text: a memory length where it has memory, else overlapping windows whose tokens see at least seven eighths
@@ -81,7 +83,8 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
     # n-gram embeddings need fewer layers
     for suffix, ngrams, usual in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
         depths = (args.layers,) if args.layers else usual
-        shapes = [(layers, rate) for layers in depths for rate in (1e-3, 2e-3, 4e-3)]
+        rates = [args.rate_factor * rate for rate in (1e-3, 2e-3, 4e-3)]
+        shapes = [(layers, rate) for layers in depths for rate in rates]
         sizes = [
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
             for layers, rate in shapes
@@ -115,10 +118,10 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             {
                 "recipe": None,
                 "model": {"architecture": "lstm", "n_layers": layers, "d_model": 448, "dropout": 0.0, **ngrams},
-                "train": {**adamw, "learning_rate": rate},
+                "train": {**adamw, "learning_rate": 2 * rate},
             }
             for layers in ((args.layers,) if args.layers else (1, 2))
-            for rate in (2e-3, 4e-3, 8e-3)
+            for rate in rates
         ]
         found += [
             Contestant(f"ours{suffix}", "competitor_ours", ours),
@@ -249,7 +252,7 @@ class Comparison:
             vocab_size=self.corpus.tokenizer.vocab_size,
             first_token=self.corpus.tokenizer.bos_token_id,
             dtype=self.dtype,
-            once=contestant.name.endswith("-ngrams"),
+            once=contestant.name != "nanogpt",
         )
         python = str(self.args.peers.absolute()) if contestant.is_peer else sys.executable
         return run_process(
@@ -413,6 +416,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--layers", type=positive, help="of each model, instead of two sizes")
+    parser.add_argument("--rate-factor", type=float, default=1.0, help="of all learning rates (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")

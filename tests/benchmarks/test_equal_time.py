@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from equal_time import compare
-from implementations.competitor import Assignment, RandomBlocks, overlapping_windows, window_nats
+from implementations.competitor import Assignment, RandomBlocks, mean_of_tens, overlapping_windows, window_nats
 from implementations.hashed_ngrams import EmbeddingWithNgrams
 
 from transformer_xl import Corpus, prepare
@@ -106,6 +106,10 @@ def test_blocks_are_drawn_from_anywhere_or_each_once(tmp_path: Path, once: bool)
         assert first != then
     else:
         assert any(start % 4 for start in starts)
+
+
+def test_a_step_that_is_longer_each_tenth_time_counts() -> None:
+    assert mean_of_tens([*[1.0] * 4, 11.0, *[1.0] * 9, 11.0, *[1.0] * 3]) == 2.0
 
 
 def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
