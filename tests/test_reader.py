@@ -115,3 +115,7 @@ def test_memory_that_is_handed_on_has_its_own_slots(make_model, texts):
     nexts = [Reader(model, memory, segment_length=SEGMENT, partial=True) for memory in memories]
     first, second = (read_together(reader, texts[1:2], None)[0] for reader in nexts)
     torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-10)
+    whole = read_together(Reader(model, memories[0], segment_length=SEGMENT), texts[2:3], None)[0]
+    for stride in (1, 3, 5, SEGMENT, 2 * SEGMENT):
+        reader = Reader(model, memories[0], segment_length=SEGMENT, partial=True)
+        torch.testing.assert_close(read_together(reader, texts[2:3], stride)[0], whole, rtol=1e-10, atol=1e-10)

@@ -196,7 +196,8 @@ class Reader:
             for read, count in zip(self.num_read, counts, strict=True)
         ), "to go on inside a segment, a reader must be partial"
         crosses = any(count > self._left(row) for row, count in enumerate(counts))
-        return crosses or (is_wide and max(self.num_read) > self._limits.memory_length)
+        # in the memory of a new text, slots are filled as tokens are read; one that goes on has them all
+        return crosses or (is_wide and max(self.num_read) > (self._limits.memory_length if self._is_new else 0))
 
     def _last_start(self, ends: Sequence[int]) -> int:
         """Return the position in its text of the last segment that begins before these ends."""
