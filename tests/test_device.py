@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import make_run
 
-from transformer_xl import device
+from transformer_xl import EvaluationConfig, GenerationConfig, device, generate, score
 from transformer_xl.config import UserError
 from transformer_xl.device import (
     autocast,
@@ -156,3 +157,16 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
         require_memory("work", 14 * 10**9, cpu, "do less")
     monkeypatch.setattr(device, "available_memory_bytes", lambda _: None)
     require_memory("work", 14 * 10**9, cpu, "do less")
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["transformer-xl", "lstm", "xlnet"])
+def test_the_dtype_of_reading_is_not_that_of_the_callers_autocast(tmp_path, given, architecture):
+    run = make_run(tmp_path / "run", architecture)
+    configs = [EvaluationConfig(), EvaluationConfig(dtype="bfloat16")]
+    configs.append(EvaluationConfig(method="dynamic", dynamic={"optimizer": "sgd"}))
+    configs += [EvaluationConfig(method="both-sides")] if architecture == "xlnet" else []
+    expected = [score(run, "a short text", config)[0].sums.nats for config in configs]
+    with torch.autocast("cpu", given):
+        assert [score(run, "a short text", config)[0].sums.nats for config in configs] == expected
+        assert len(generate(run, "a short", GenerationConfig(max_new_tokens=2)).token_ids) == 2

@@ -112,10 +112,14 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, dtype: Precision) -> AbstractContextManager[object]:
-    """Return a context that computes matrix products in the dtype; weights and sums stay float32."""
+    """Return a context that computes matrix products in the dtype, whatever that of the caller's autocast is.
+
+    Weights and sums stay float32.
+    """
     if resolve_dtype(device, dtype) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def resolve_dtype(

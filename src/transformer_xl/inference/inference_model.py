@@ -119,8 +119,9 @@ class InferenceModel:
 
         Each method enters it; entered around many calls, it makes them faster.
         """
-        is_low = self.dtype == "bfloat16"
-        if not torch.is_grad_enabled() and is_low == torch.is_autocast_enabled(self.device.type):
+        kind, is_low = self.device.type, self.dtype == "bfloat16"
+        is_same = is_low == torch.is_autocast_enabled(kind)
+        if is_same and not torch.is_grad_enabled() and (not is_low or torch.get_autocast_dtype(kind) == torch.bfloat16):
             return nullcontext()
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
