@@ -1,4 +1,4 @@
-"""Dynamic evaluation against a slow loop written from its equations; the model's weights are restored afterwards.
+"""Dynamic evaluation against a slow loop written from its equations; the model itself never changes.
 
 The equations are at the top of `dynamic.py`. The fixture make_model (tests/conftest.py) makes a small model with random
 weights and a vocabulary of 23.
@@ -18,9 +18,10 @@ import torch
 from tensors import assert_same_tensors, copied_tensors
 from token_losses import BOS, CLOSE, nats_of_documents, random_tokens, token_nats
 
-from transformer_xl.config import DynamicConfig, UserError
+from transformer_xl.config import DynamicConfig, EvaluationConfig, UserError, run_settings
 from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.inference.fingerprint import Fingerprint
 from transformer_xl.model.memory import ContextLimits
 
 LIMITS = ContextLimits(memory_length=11)
@@ -101,28 +102,32 @@ def test_default_learning_rate_of_each_optimizer() -> None:
     assert [plan.learning_rate for plan in plans] == [1e-6, 0.01, 0]
 
 
-@pytest.mark.parametrize("stop_after", [None, 3])
-def test_trained_weights_are_restored(make_model, stop_after) -> None:
-    """Bit for bit, also after an exception during evaluation, and without leftover gradients."""
-    model = make_model()
-    before = copied_tensors(model)
-    changed = []
-
-    def progress(_: int) -> None:
-        changed.append(any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()))
-        if len(changed) == stop_after:
-            raise KeyboardInterrupt
-
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_model_itself_is_left_as_it_is(make_model, is_frozen) -> None:
+    """Also meanwhile: what was prepared of it stays valid, and no gradients are left."""
+    model = make_model().requires_grad_(not is_frozen)
+    before, fingerprint = copied_tensors(model), Fingerprint(model)
     plan = dynamic_plan(optimizer="sgd", learning_rate=0.1)
-    chunks = stream_losses(model, TokenizedText(random_tokens(38), BOS), plan, progress)
-    if stop_after is None:
-        list(chunks)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            list(chunks)
-    assert any(changed), "the weights never changed, so there was nothing to restore"
-    assert_same_tensors(model, before)
-    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+    for _ in stream_losses(model, TokenizedText(random_tokens(38), BOS), plan):
+        assert_same_tensors(model, before)
+        assert fingerprint.matches(model)
+    assert all(weight.grad is None and weight.requires_grad != is_frozen for weight in model.parameters())
+    adapted_K = token_nats(model, random_tokens(38), BOS, plan)
+    assert np.abs(adapted_K - token_nats(model, random_tokens(38), BOS, EvaluationPlan(5, LIMITS))).max() > 1e-3
+
+
+def test_without_gradients_it_is_refused(make_model) -> None:
+    with torch.inference_mode(), pytest.raises(UserError, match=r"leave torch\.inference_mode out"):
+        token_nats(make_model(), random_tokens(8), BOS, dynamic_plan(optimizer="sgd"))
+
+
+def test_another_optimizer_leaves_the_settings_of_that_of_the_run() -> None:
+    recorded = {"optimizer": "rms", "epsilon": 1e-3, "learning_rate": 1e-5, "decay": 0.1}
+    run = run_settings({"evaluation": {"method": "dynamic", "dynamic": recorded}}, "test")
+    given = EvaluationConfig(dynamic=DynamicConfig(optimizer="sgd"))
+    assert EvaluationPlan.resolve(run, given).dynamic == DynamicConfig(optimizer="sgd", decay=0.1)
+    given = EvaluationConfig(dynamic=DynamicConfig(decay=0.2))
+    assert EvaluationPlan.resolve(run, given).dynamic == DynamicConfig(**{**recorded, "decay": 0.2})
 
 
 def test_reset_memory_restores_trained_weights_at_each_document(make_model) -> None:

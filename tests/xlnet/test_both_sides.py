@@ -23,8 +23,9 @@ from transformer_xl.xlnet.two_streams import XLNet
 VOCAB_SIZE, BLOCK = 3, 8
 
 
-def xlnet() -> XLNet:
-    model = small_model(architecture="xlnet", vocab_size=VOCAB_SIZE, n_layers=2, perm_size=BLOCK, max_gram=2)
+def xlnet(**settings: Any) -> XLNet:
+    sizes = {"vocab_size": VOCAB_SIZE, "n_layers": 2, "perm_size": BLOCK, "max_gram": 2}
+    model = small_model(architecture="xlnet", **sizes, **settings)
     assert isinstance(model, XLNet)
     return model
 
@@ -102,6 +103,12 @@ def test_memory_holds_no_more_slots_than_the_text_fills() -> None:
     model, text = xlnet(), text_of(19)
     nats_K = losses_in_order(model, text, plan_of(memory_length=2**31 - 1))
     np.testing.assert_allclose(nats_K, losses_in_order(model, text, plan_of(memory_length=19)), atol=1e-9)
+
+
+def test_empty_slots_that_are_attended_to_all_count() -> None:
+    model, text = xlnet(attend_empty_memory=True), text_of(11)
+    wanted = [plain_nats(model, text.tokens_K.tolist(), range(i, i + 1), 20, 4)[0] for i in range(11)]
+    np.testing.assert_allclose(losses_in_order(model, text, plan_of(memory_length=20)), wanted, atol=1e-9)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -66,7 +66,7 @@ def _losses_by_order(
     spans, limits = deque(text.spans()), plan.context_limits
     with torch.no_grad(), autocast(model.device, plan.dtype):
         for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
-            slots = min(limits.memory_length, end - start)
+            slots = limits.memory_length if model.config.attends_empty_slots else min(limits.memory_length, end - start)
             memory = model.initial_memory(1, replace(limits, memory_length=slots))
             for first in range(start, end, plan.segment_length):
                 after = min(first + plan.segment_length, end)

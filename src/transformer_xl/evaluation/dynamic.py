@@ -16,6 +16,7 @@ Shape suffixes: B batch size (1), T new tokens, X = T and their extended context
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from itertools import pairwise
 
@@ -33,43 +34,48 @@ from transformer_xl.model.sizes import min_activations, min_cache
 
 
 def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
-    """Yield the loss of every token once, in text order; the trained weights are restored at the end.
+    """Yield the loss of every token once, in text order; a copy of the model learns.
 
-    With `reset_memory` the trained weights are also restored at the start of each document.
+    With `reset_memory` the trained weights are restored at the start of each document. If no weight of the model is
+    trainable, all are in the copy.
 
     Raises:
         UserError: the weights are those of `to_int8`, the batch size is above 1, `warmup_tokens` is set, the training
-            text for rms is missing, or losses are not finite.
+            text for rms is missing, losses are not finite, or it is called within `torch.inference_mode`.
     """
     assert isinstance(model, LanguageModel), "the weights of a prepared model are fixed"
     if plan.batch_size not in (None, 1):
         raise UserError(f"batch_size {plan.batch_size}: method dynamic reads one sequence; give 1")
     if plan.warmup_tokens is not None:
         raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup_tokens")
+    if torch.is_inference_mode_enabled():
+        raise UserError("method dynamic computes gradients; leave torch.inference_mode out")
     model.check_not_quantized("changed, as method dynamic does")
-    weights = _trainable_weights(model)
     num_new, num_slots = min(plan.num_inputs, len(text.tokens_K)), plan.context_limits.memory_length
     # a copy of the weights and their gradients; the memory before and after a step; activations, 2 bytes in bfloat16
-    num_bytes = 2 * sum(weight.nbytes for weight in weights) + 8 * min_cache(model.config, num_slots, training=True)
+    num_bytes = 2 * sum(weight.nbytes for weight in model.parameters()) + 8 * min_cache(
+        model.config, num_slots, training=True
+    )
     num_bytes += 2 * min_activations(model.config, segment_length=num_new, memory_length=0)
     task = f"method dynamic with segments of {num_new:,} tokens and a memory of {num_slots:,}"
     require_memory(task, num_bytes, model.device, "lower memory_length or segment_length, or use another method")
-    trained_weights = [weight.detach().clone() for weight in weights]
-    try:
-        learning_rates, decays = _step_sizes(model, text.bos_token_id, plan)
-        for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
-            _restore(weights, trained_weights)
-            position, document = start, TextSequence(first=start, start=start, end=end, document_start=start)
-            for nats_BT, gradients in _read_with_gradients(model, text, document, plan):  # B is 1
-                _check_finite(nats_BT, position, plan.learning_rate)
-                yield nats_BT, [ScoredSpan(row=0, position=position, length=nats_BT.shape[1])]
-                columns = zip(weights, trained_weights, gradients, learning_rates, decays, strict=True)
-                with torch.no_grad():
-                    for weight, trained, gradient, learning_rate, decay in columns:
-                        weight.add_((trained - weight) * decay - gradient * learning_rate)
-                position += nats_BT.shape[1]
-    finally:
+    adapted = copy.deepcopy(model)
+    if not _trainable_weights(adapted):
+        adapted.requires_grad_(True)
+    names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    weights, trained_weights = _trainable_weights(adapted), [model.get_parameter(name).detach() for name in names]
+    learning_rates, decays = _step_sizes(adapted, text.bos_token_id, plan)
+    for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
         _restore(weights, trained_weights)
+        position, document = start, TextSequence(first=start, start=start, end=end, document_start=start)
+        for nats_BT, gradients in _read_with_gradients(adapted, text, document, plan):  # B is 1
+            _check_finite(nats_BT, position, plan.learning_rate)
+            yield nats_BT, [ScoredSpan(row=0, position=position, length=nats_BT.shape[1])]
+            columns = zip(weights, trained_weights, gradients, learning_rates, decays, strict=True)
+            with torch.no_grad():
+                for weight, trained, gradient, learning_rate, decay in columns:
+                    weight.add_((trained - weight) * decay - gradient * learning_rate)
+            position += nats_BT.shape[1]
 
 
 def _trainable_weights(model: LanguageModel) -> list[nn.Parameter]:
@@ -134,6 +140,6 @@ def _read_with_gradients(
         with torch.enable_grad(), autocast(device, plan.dtype):
             hidden_BXD, memory = model(inputs_BX.to(device), memory)
             nats_BT = model.nats(hidden_BXD[:, -length:], targets_BT, temperature=plan.softmax_temperature)
-        # allow_unused: some weights may not affect the loss, such as those of an adaptive softmax's tails
-        gradients = torch.autograd.grad(nats_BT.mean(), weights, allow_unused=True, materialize_grads=True)
+            # allow_unused: some weights may not affect the loss, such as those of an adaptive softmax's tails
+            gradients = torch.autograd.grad(nats_BT.mean(), weights, allow_unused=True, materialize_grads=True)
         yield nats_BT.detach(), gradients

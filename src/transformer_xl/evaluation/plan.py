@@ -112,9 +112,11 @@ class EvaluationPlan:
             UserError: settings contradict each other.
         """
         overrides = EvaluationConfig() if config is None else config
-        merged = check_settings(
-            EvaluationConfig, merge(run.evaluation.model_dump(), overrides.model_dump(exclude_unset=True)), "evaluation"
-        )
+        own, given = run.evaluation.model_dump(), overrides.model_dump(exclude_unset=True)
+        optimizer = own["dynamic"]["optimizer"]
+        if given.get("dynamic", {}).get("optimizer", optimizer) != optimizer:
+            own["dynamic"] = {"decay": own["dynamic"]["decay"]}  # the rest is of another optimizer
+        merged = check_settings(EvaluationConfig, merge(own, given), "evaluation")
         if "dynamic" in overrides.model_fields_set and merged.method != "dynamic":
             raise UserError(
                 f"settings of method dynamic were given, but the method is {merged.method}; "

@@ -147,7 +147,9 @@ def _predictions(
     start = max(0, min(places.start - (block - len(places)) // 2, ids_BK.shape[1] - block))
     read = range(start, min(ids_BK.shape[1], start + block))
     limits = plan.context_limits
-    memory = model.initial_memory(len(ids_BK), replace(limits, memory_length=min(limits.memory_length, start)))
+    if not model.config.attends_empty_slots:
+        limits = replace(limits, memory_length=min(limits.memory_length, start))
+    memory = model.initial_memory(len(ids_BK), limits)
     for first in range(0, start, block):
         memory = model.two_streams(ids_BK[:, first : min(first + block, start)], memory).memory
     rank_K = torch.full((ids_BK.shape[1],), -1)
