@@ -31,6 +31,24 @@ def test_recurrence_equals_loop(length):
     assert_same_tensors(inputs, before)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.func.jvp imports
+def test_transforms_of_torch_func():
+    torch.manual_seed(0)
+    inputs = [torch.rand(shape, dtype=torch.float64) for shape in ((2, 5, 3), (2, 5, 3), (2, 3))]
+    directions = [torch.rand_like(one) for one in inputs]
+
+    def total(function):
+        return lambda *given: function(*given).sin().sum()
+
+    for transform in (
+        lambda function: torch.func.grad(total(function), argnums=(0, 1, 2))(*inputs),
+        lambda function: torch.func.jvp(total(function), tuple(inputs), tuple(directions)),
+        lambda function: torch.func.vmap(lambda *rows: function(*(row[None] for row in rows)))(*inputs),
+    ):
+        actual, expected = transform(linear_recurrence), transform(by_loop)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
 def test_results_are_finite_for_gates_of_0_and_1_over_a_long_text():
     """A computation with logarithms of the gates, or with division by them, would give infinities."""
     torch.manual_seed(0)

@@ -186,5 +186,10 @@ def test_what_cannot_be_drafted_is_refused(make_inference, make_model) -> None:
         BatchGenerator(make_inference(), [[1], [2]], config)
     with pytest.raises(UserError, match="needs a KV cache"):
         BatchGenerator(make_model(architecture="lstm"), [[1]], config)
+    model = make_inference(max_ngram=5, ngram_buckets=97, d_ngram=3)
+    with pytest.raises(
+        UserError, match="needs a memory_length of 4 or more with this model's n-gram embeddings, not 3"
+    ):
+        BatchGenerator(model, [[1]], config, memory=model.initial_memory(1, ContextLimits(3)))
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens or num_beams"):
         GenerationConfig(prompt_lookup_num_tokens=4, num_beams=2)

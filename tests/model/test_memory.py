@@ -106,3 +106,10 @@ def test_resized_keeps_the_newest_slots(num_tokens, length):
     assert after.valid_B.tolist() == [min(num_tokens, 5, length)] * BATCH
     assert after.position_B.tolist() == [num_tokens] * BATCH
     assert after.all_valid == (min(num_tokens, 5) >= length)
+
+
+def test_stacked_tensors_have_the_tokens_of_n_grams(make_model, tokens):
+    model = make_model(max_ngram=5, ngram_buckets=97, d_ngram=3)
+    _, memory = model(tokens(2, 6))
+    restored = model.initial_memory(2).with_stacked(memory.stacked())
+    assert_same_tensors(restored.tensors(), memory.tensors())

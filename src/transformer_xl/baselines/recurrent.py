@@ -38,6 +38,7 @@ from transformer_xl.config import QRNNConfig, RecurrentConfig
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.ops.dropout import FastDropout
+from transformer_xl.ops.linear import is_transformed
 
 _FORGET_BIAS = 1.0  # initial bias of forget gates, as recommended by Jozefowicz et al. 2015
 
@@ -243,6 +244,16 @@ def linear_recurrence(keep_BTD: Tensor, added_BTD: Tensor, first_BD: Tensor) -> 
         added_BTD: added_1 ... added_T.
         first_BD: c_0.
     """
+    if is_transformed():  # which do not take in-place operations of a function of its own
+        states_BTD = torch.cat([added_BTD[:, :1] + (keep_BTD[:, 0] * first_BD)[:, None], added_BTD[:, 1:]], dim=1)
+        num_combined = 1
+        while num_combined < states_BTD.shape[1]:
+            later_BTD, earlier_BTD = keep_BTD[:, num_combined:], keep_BTD[:, :-num_combined]
+            combined_BTD = states_BTD[:, num_combined:] + later_BTD * states_BTD[:, :-num_combined]
+            states_BTD = torch.cat([states_BTD[:, :num_combined], combined_BTD], dim=1)
+            keep_BTD = torch.cat([keep_BTD[:, :num_combined], later_BTD * earlier_BTD], dim=1)
+            num_combined *= 2
+        return states_BTD
     return _Recurrence.apply(keep_BTD, added_BTD, first_BD)
 
 

@@ -49,7 +49,7 @@ class GenerationConfig(Settings):
     sampling)."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Sample from the tokens with at least min_p times the probability of the most likely token."""
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3, allow_inf_nan=False)
     """Above 1, tokens that already occur become less likely (CTRL, Keskar et al. 2019, section 4.1)."""
     repetition_penalty_window: int = Field(default=1024, ge=1, le=INT32_MAX)
     """Number of latest tokens, of the prompt and the generated text, to which the repetition penalty applies."""

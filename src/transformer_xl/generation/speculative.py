@@ -105,10 +105,15 @@ class SpeculativeModel:
                 f"prompt_lookup_num_tokens is for one text at a time, not {memory.batch_size}; leave it out, "
                 "or generate them one after another"
             )
-        if not isinstance(memory, KeyValueMemory) or memory.length < model.config.max_ngram - 1:
+        if not isinstance(memory, KeyValueMemory):
             raise UserError(
                 "prompt_lookup_num_tokens needs a KV cache, as Transformer-XL has after run.inference() and with a "
                 "memory; leave it out"
+            )
+        if memory.length < (least := model.config.max_ngram - 1):
+            raise UserError(
+                f"prompt_lookup_num_tokens needs a memory_length of {least} or more with this model's n-gram "
+                f"embeddings, not {memory.length}; raise it, or leave prompt_lookup_num_tokens out"
             )
         self._model, self._lookup, self._max_draft = model, PromptLookup(prompts[0]), max_draft
         self._segment: list[int] = []

@@ -364,14 +364,16 @@ class HiddenMemory(Memory[HiddenCache]):
     """Cached hidden states, used in training: keys and values must be recomputed because the weights change."""
 
     def stacked(self) -> dict[str, Tensor]:
-        """Return the memory as three tensors, such as a replay buffer stores.
+        """Return the memory as tensors, such as a replay buffer stores.
 
         Returns:
             `hidden`, the hidden states of all layers (B, L, M, D); `valid`, the number of filled slots (B,), which are
-            the last ones; and `position`, the number of tokens read since the last reset or start of an episode (B,).
+            the last ones; `position`, the number of tokens read since the last reset or start of an episode (B,); and
+            with n-gram embeddings `recent`, the tokens that they need (B, R).
         """
         hidden_BLMD = torch.stack([cache.hidden_BMD for cache in self.layers], dim=1)
-        return {"hidden": hidden_BLMD, "valid": self.valid_B, "position": self.position_B}
+        recent = {} if self.recent_BR is None else {"recent": self.recent_BR}
+        return {"hidden": hidden_BLMD, "valid": self.valid_B, "position": self.position_B, **recent}
 
     def with_stacked(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a memory with these tensors, which `stacked` returned, converted to its device and dtypes.
