@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from model_configs import model_config
+from refusals import txl
 from tensors import assert_same_tensors
 
 from transformer_xl import (
@@ -169,6 +170,7 @@ def test_int8_weights_are_saved_and_opened(settings: dict[str, Any], tmp_path: P
     convert(tmp_path / "plain", tmp_path / "int8", to="int8")
     quantized = to_int8(load(tmp_path / "plain"))
     save(quantized, tmp_path / "saved")
+    assert txl("info", tmp_path / "int8", "--verify").status == 0
     file = Path("model.safetensors")
     assert (tmp_path / "int8" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
     opened = load(tmp_path / "int8")

@@ -286,6 +286,13 @@ def test_training_predicts_at_the_ends_of_the_last_segments(segments: int, pooli
             assert (found is None) == (wanted is None)
             if found is not None:
                 torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    model.model.requires_grad_(False)
+    output = model(**padded(rows, "left"), labels=labels)
+    torch.testing.assert_close(output.loss, expected, **CLOSE)
+    (found,) = torch.autograd.grad(output.loss, model.score.weight)
+    pairs = zip(parameters, expected_gradients, strict=True)
+    (wanted,) = (one for parameter, one in pairs if parameter is model.score.weight)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
     with torch.no_grad():  # validation while training
         assert model(**padded(rows, "left"), labels=labels).logits.shape == (3, 3)
 

@@ -79,6 +79,19 @@ def test_greedy_texts_of_unequal_prompts_equal_ours(name: str, tmp_path: Path) -
 
 
 @each_model
+def test_prompts_are_read_as_ours_without_a_memory_of_evaluation(name: str, tmp_path: Path) -> None:
+    """Each token of a prompt sees as many as the generated ones do."""
+    run, model, _ = opened(tmp_path / "run", name, evaluation={"memory_length": 0})
+    prompt, more = ids(1, 40)[0].tolist(), ids(1, 9, seed=4)[0].tolist()
+    for text in (prompt, more):
+        expected = generate(run, text, max_new_tokens=9, greedy=True, add_bos_token=False, logprobs=1)
+        made = model.generate(torch.tensor([text]), max_new_tokens=9, output_logits=True, return_dict_in_generate=True)
+        assert made.sequences[0, len(text) :].tolist() == list(expected.token_ids)
+        logprobs = [float(logits_BV[0].log_softmax(-1).max()) for logits_BV in made.logits]
+        assert logprobs == pytest.approx(list(expected.logprobs), rel=1e-5)
+
+
+@each_model
 def test_beams_equal_ours(name: str, tmp_path: Path) -> None:
     run, model, _ = opened(tmp_path / "run", name)
     expected = beam_search(run, PROMPTS[0], num_beams=3, max_new_tokens=13, add_bos_token=False)
@@ -286,6 +299,7 @@ MASK = torch.ones(2, 5, dtype=torch.long)
         ({"input_ids": BATCH, "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])}, "different sides"),
         ({"input_ids": BATCH, "attention_mask": MASK[:, :4]}, r"shape \(2, 4\); expected .* 5 columns"),
         ({"input_ids": BATCH, "attention_mask": MASK[:, None]}, r"shape \(2, 1, 5\)"),
+        ({"input_ids": BATCH, "attention_mask": MASK[:1]}, r"shape \(1, 5\); expected 2 rows with 5 columns"),
         (
             {"input_ids": BATCH, "attention_mask": MASK * torch.tensor([1, 1, 1, 1, 0]), "use_cache": True},
             "on the left",
@@ -308,6 +322,25 @@ def test_what_the_model_cannot_read_is_refused(arguments: dict[str, Any], messag
         arguments["past_key_values"] = model(ids(3, 4)).past_key_values
     with pytest.raises(UserError, match=message):
         model(**arguments)
+
+
+def test_padding_where_a_memory_has_read_is_refused(tmp_path: Path) -> None:
+    """A row that ended before the other was filled with padding, which the memory has read as tokens."""
+    _, model, _ = opened(tmp_path / "run")
+    cache, first_BT = MemoryCache(), ids(2, 6)
+    made_BT = model.generate(first_BT, max_new_tokens=8, past_key_values=cache)
+    mask_BT = torch.ones(2, 16, dtype=torch.int64)
+    mask_BT[1, 10:13] = 0
+    again = {"max_new_tokens": 1, "past_key_values": cache}
+    with pytest.raises(UserError, match=r"row 1 of attention_mask has padding where .* new MemoryCache\(\)"):
+        model.generate(torch.cat([made_BT, ids(2, 2)], 1), attention_mask=mask_BT, **again)
+    assert model.generate(torch.cat([made_BT, ids(2, 2)], 1), **again).shape == (2, 17)
+
+
+def test_a_model_without_memory_continues_without_gradients_alone(tmp_path: Path) -> None:
+    _, model, _ = opened(tmp_path / "run", "vaswani")
+    with pytest.raises(UserError, match=r"vaswani continues a text by its tokens.* torch\.no_grad\(\)"):
+        model(ids(1, 9), past_key_values=MemoryCache())
 
 
 def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:

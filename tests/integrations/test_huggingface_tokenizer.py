@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from small_runs import make_run
+from tokenizers import Tokenizer as LibraryWords
+from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from transformer_xl.config import UserError
 from transformer_xl.integrations.checkpoints.tokenizers import tokenizer_from_object
 from transformer_xl.integrations.huggingface import TransformerXLTokenizer
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -88,6 +90,21 @@ def test_the_first_token_written_before_a_text_is_that_token(name: str) -> None:
         places = tokenizer(f"{tokenizer.bos_token}{text}", return_offsets_mapping=True)["offset_mapping"]
         shift, alone = len(tokenizer.bos_token), tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
         assert places == [(0, shift), *((start + shift, stop + shift) for start, stop in alone)]
+
+
+def test_the_first_token_of_another_library_is_text_where_it_is_not_special(tmp_path: Path) -> None:
+    """Of a vocabulary without special tokens, every text would be cut at token 0."""
+    other = LibraryWords(models.WordLevel({"the": 0, "theory": 1, "of": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    other.save(str(tmp_path / "tokenizer.json"))
+    own, text = load_tokenizer(tmp_path / "tokenizer.json"), "the theory of the other"
+    tokenizer = TransformerXLTokenizer(tokenizer=own)
+    assert tokenizer(text)["input_ids"] == own.encode(text).tolist() == [0, 1, 2, 0, 3]
+    assert tokenizer.bos_token_id == own.bos_token_id
+    special = LibraryWords(models.WordLevel({"the": 0, "<s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    special.add_special_tokens(["<s>"])
+    special.save(str(tmp_path / "tokenizer.json"))
+    assert TransformerXLTokenizer(tokenizer=load_tokenizer(tmp_path / "tokenizer.json")).bos_token == "<s>"
 
 
 @each_tokenizer

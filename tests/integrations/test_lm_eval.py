@@ -5,6 +5,7 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -266,7 +267,11 @@ def test_without_lm_eval_one_line_says_what_to_install(tmp_path: Path) -> None:
     assert re.fullmatch(r"lm-eval: error: lm_eval is not installed; install it: pip install '.+'\n", result.stderr)
 
 
-@pytest.mark.parametrize("content", [b"no page\n", b"\xff\xfe", b"\x1f\x8b\x00"])
+DAMAGED = gzip.compress(b" = Title = \n" + bytes(range(256)) * 9)
+DAMAGED = DAMAGED[:30] + b"\xff\xff" + DAMAGED[32:]
+
+
+@pytest.mark.parametrize("content", [b"no page\n", b"\xff\xfe", b"\x1f\x8b\x00", DAMAGED])
 def test_files_that_are_not_wikitext_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(UserError, match="give a file of WikiText"):

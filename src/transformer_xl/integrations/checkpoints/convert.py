@@ -205,6 +205,11 @@ def _export(
     else:
         notes = huggingface.write(out, run.config, weights, run.tokenizer, run.memory_lengths)
         readers = huggingface.READERS
+    temperature = run.config.evaluation.softmax_temperature
+    if temperature != 1 and readers is not None:
+        notes += (
+            f"evaluation.softmax_temperature {temperature:g} of the run is not in the folder: its loss is without",
+        )
     return ConversionResult("adapter" if to == "run" else to, parameters, run.tokenizer, notes, run.weights, readers)
 
 

@@ -162,7 +162,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         cache, prefix = check_cache(past_key_values)
         if attention_mask is not None:
             attention_mask = column_mask(attention_mask)
-        padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
+        padding = self._padding(input_ids, attention_mask, (inputs.shape[0], inputs.shape[1]), cache)
         configured = (self.config.output_hidden_states, self.config.output_attentions)
         pairs = zip(wanted, configured, strict=True)
         has_states, has_attention = (bool(default if given is None else given) for given, default in pairs)
@@ -216,13 +216,18 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         return output if wants_dict else output.to_tuple()
 
     def _padding(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_new: int, cache: MemoryCache | None
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        new_shape: tuple[int, int],
+        cache: MemoryCache | None,
     ) -> Padding | None:
         """Return the padding that the mask marks, or without a mask the ids of padding."""
         num_past = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None and input_ids is not None and not num_past:
             attention_mask = self.mask_of_ids(input_ids)
-        return None if attention_mask is None else read_mask(attention_mask, num_new, num_past)
+        read_B = None if cache is None or cache.memory is None else cache.memory.position_B
+        return None if attention_mask is None else read_mask(attention_mask, new_shape, num_past, read_B)
 
     def mask_of_ids(self, input_ids: Tensor) -> Tensor | None:
         """Return the mask of a batch that was given without one, or None if it has no padding."""
@@ -302,16 +307,23 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         model, cache, batch_size = reading.reads_with, reading.cache, len(reading.inputs_BTX)
         training = self.model.training
         segment_length = self.config.rows_segment_length(training=training)
-        is_continued = cache is not None and not has_gradients
+        limits, is_continued = self.config.context_limits(training=training), cache is not None and not has_gradients
         if is_continued and not model.limits_visible:
             segment_length = STRIDE
+        elif is_continued and not limits.memory_length:
+            segment_length = 1  # see `prompt_segment_length`
+        elif cache is not None and has_gradients and not model.limits_visible and not limits.memory_length:
+            raise UserError(
+                f"{self.config.architecture} continues a text by its tokens, without gradients; call it under "
+                "torch.no_grad(), or leave past_key_values out"
+            )
         if reading.sees_later:
             segment_length = min(segment_length, self.model.config.limit("perm_size") or segment_length)
+        has_gradients |= torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())  # of the head
         at_once = 1 if has_gradients or not model.limits_visible else max(1, STRIDE // segment_length)
         reading.num_at_once = at_once * segment_length  # with gradients one segment, within which they stay
         memory = None if cache is None else cache.memory
         if memory is None:
-            limits = self.config.context_limits(training=training)
             if prefix is not None:
                 memory = prefix_memory(reading.model, prefix, batch_size, limits)
             elif not is_continued or limits.memory_length:
@@ -452,6 +464,7 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is None or not is_transfo_xl(pretrained_model_name_or_path, kwargs):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         folder = local_folder(pretrained_model_name_or_path, kwargs)
+        kwargs.pop("subfolder", None)  # which is in the folder
         imported, head = transfo_xl.read_model(folder)
         config = kwargs.pop("config", None)
         if not isinstance(config, PretrainedTransformerXLConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -37,5 +37,6 @@ def local_folder(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> 
         hub = {name: arguments[name] for name in HUB_ARGUMENTS if arguments.get(name) is not None}
         names = ["config.json", "tokenizer_config.json", *transfo_xl.WEIGHT_FILES, *transfo_xl.VOCABULARIES]
         names += ["model-*.safetensors", "pytorch_model-*.bin"]  # the parts that an index lists
-        path = snapshot_download(str(path), allow_patterns=names, **hub)
+        patterns = [str(PurePosixPath(arguments.get("subfolder") or "") / name) for name in names]
+        path = snapshot_download(str(path), allow_patterns=patterns, **hub)
     return Path(path) / (arguments.get("subfolder") or "")

@@ -28,22 +28,32 @@ class Padding:
     """Number of columns of each row that are not padding."""
 
 
-def read_mask(attention_mask: Tensor, num_new: int, num_past: int) -> Padding | None:
+def read_mask(
+    attention_mask: Tensor, new_shape: tuple[int, int], num_past: int, read_B: Tensor | None
+) -> Padding | None:
     """Return the padding of the newest columns, or None if there is none.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding; a column for each new column, or for past and new ones.
-        num_new: T, number of new columns.
+        new_shape: number of rows, and of new columns.
         num_past: number of columns that the cache has read.
+        read_B: number of tokens that the memory of the cache has read of each row, or None if there is none.
 
     Raises:
-        UserError: the mask has another shape, or padding between tokens.
+        UserError: the mask has another shape, padding between tokens, or padding where the memory has read a token.
     """
-    if attention_mask.ndim != 2 or attention_mask.shape[1] not in (num_new, num_past + num_new):
+    num_rows, num_new = new_shape
+    shape, sizes = tuple(attention_mask.shape), (num_new, num_past + num_new)
+    if len(shape) != 2 or shape[0] != num_rows or shape[1] not in sizes:
         wanted = f"{num_new} columns" + (f" or {num_past + num_new} with those of past_key_values" if num_past else "")
-        raise UserError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}; expected (batch, columns) with {wanted}"
-        )
+        raise UserError(f"attention_mask of shape {shape}; expected {num_rows} rows with {wanted}")
+    if read_B is not None and shape[1] > num_new:
+        is_fewer_B = (attention_mask[:, :num_past] != 0).sum(1) < read_B.to(attention_mask.device)
+        if bool(is_fewer_B.any()):
+            raise UserError(
+                f"row {int(is_fewer_B.int().argmax())} of attention_mask has padding where the memory has read tokens, "
+                "as of a row that has ended before others; give the whole text with a new MemoryCache()"
+            )
     is_token_BT = attention_mask[:, attention_mask.shape[1] - num_new :] != 0
     if bool(is_token_BT.all()):
         return None

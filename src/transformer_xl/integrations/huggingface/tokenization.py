@@ -159,7 +159,7 @@ class TransformerXLTokenizer(OwnTokenizer, PreTrainedTokenizer):
         end = tokenizer.document_end
         named = {"eos_token": end.id if end else tokenizer.eos_token_id, "unk_token": tokenizer.unk_token_id}
         special = {name: self._tokens[token_id] for name, token_id in named.items() if token_id is not None}
-        has_name = "eos_token" in special or isinstance(tokenizer, LibraryTokenizer)
+        has_name = "eos_token" in special or (isinstance(tokenizer, LibraryTokenizer) and tokenizer.begins_texts)
         special["bos_token"] = self._tokens[tokenizer.bos_token_id] if has_name else bos_token
         if kwargs.get("eos_token") in self._ids:
             special["eos_token"] = kwargs["eos_token"]

@@ -24,7 +24,7 @@ def main() -> int:
         from transformer_xl.integrations.lm_eval.model import TxlLM
 
         assert TxlLM  # importing it has registered it
-        if "hf" in sys.argv and find_spec("transformers") is not None:
+        if find_spec("transformers") is not None:
             import_module("transformer_xl.integrations.huggingface")  # so that the model hf opens folders of ours
         cli_evaluate()
     except UserError as error:

@@ -76,6 +76,7 @@ class TxlLM(TemplateLM):
         super().__init__()
         if run is None:
             raise UserError("no run was given; give its folder: --model_args run=DIR")
+        settings.pop("trust_remote_code", None)  # which lm_eval adds for its flag of this name
         for name in settings:
             if name not in _SETTINGS:
                 known = ("run", "checkpoint", "windows", "max_length", "max_gen_toks", *_SETTINGS)

@@ -15,6 +15,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from pathlib import Path
 
 from transformer_xl.config import UserError
@@ -54,7 +55,7 @@ def write_task(source: Path, folder: Path) -> int:
         content = source.read_bytes()
         try:
             text = (gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content).decode("utf-8")
-        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{source}: {error}; give a file of WikiText, such as wiki.test.raw") from None
     starts = [match.start(1) for match in _TITLE.finditer(text)]
     if not starts:

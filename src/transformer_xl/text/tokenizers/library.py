@@ -170,6 +170,11 @@ class LibraryTokenizer(Tokenizer):
         return (self.document_end or self._special(_BEGINNINGS) or NamedToken(0, "")).id
 
     @property
+    def begins_texts(self) -> bool:
+        """Whether `bos_token_id` is a special token, and not token 0, which texts have too."""
+        return (self.document_end or self._special(_BEGINNINGS)) is not None
+
+    @property
     @override
     def unk_token_id(self) -> int | None:
         return self._library.unk_id
