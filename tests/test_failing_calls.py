@@ -71,6 +71,7 @@ CASES = {
     "watch again": Case("watch run --state old.state --json", stdin=b"d3\nabc\n"),
     "score": Case("score run text.txt --out new.csv --per word"),
     "evaluate": Case("evaluate run --token-losses new.npy"),
+    "embed": Case("embed run text.txt --out new.npy"),
     "attention": Case("analyze attention run --out new --max-tokens 30"),
     "context": Case(
         "analyze context run --out new.json --min-context 4 --max-context 8 --context-step 4 --num-positions 50"

@@ -306,6 +306,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def npy_bytes(array: Any) -> bytes:
+    """Return an array in float32 as the content of an .npy file; `numpy.save` to a file ignores a full disk."""
+    import numpy as np
+
+    content = io.BytesIO()
+    np.save(content, np.asarray(array, dtype=np.float32), allow_pickle=False)
+    return content.getvalue()
+
+
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Return rows as CSV with a header; a value that a row lacks is empty."""
     text = io.StringIO()

@@ -13,6 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from transformer_xl.files import atomic_file
 
@@ -88,6 +89,18 @@ def draw(
     return to_svg(figure)
 
 
+def shown(text: str) -> str:
+    """Return a text with escapes for the characters that matplotlib's own font lacks, such as those of Chinese."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(one if font.get_char_index(ord(one)) else ascii(one)[1:-1] for one in text)
+
+
+def label_of(name: str) -> str:
+    """Return a name as the label of a line: `$` begins no formula, and `_` does not take it out of the legend."""
+    label = shown(name).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
 def tidy(axes: Axes) -> None:
     """Draw a light grid, and hide the upper and right borders."""
     axes.grid(visible=True, alpha=0.25)
@@ -118,7 +131,8 @@ def draw_gains(results: Mapping[str, Any]) -> Figure:
         for model, colour, style in zip(results["models"], cycle(COLOURS), cycle(STYLES), strict=False):
             percent = [100 * gain for gain in model["fractions"][fraction]["gains"]]
             contexts = results["contexts"][:-1]  # the longest context has no longer one to compare with
-            axes.plot(contexts, percent, style, color=colour, markersize=4, linewidth=1.6, label=model["name"])
+            name = label_of(model["name"])
+            axes.plot(contexts, percent, style, color=colour, markersize=4, linewidth=1.6, label=name)
         axes.axhline(100 * results["threshold"], color="0.45", linestyle=":", linewidth=1.2, label="threshold")
         share = "all positions" if float(fraction) == 1 else f"the hardest {100 * float(fraction):g}% of positions"
         axes.set(title=f"r = {fraction}: {share}", xlabel="context c (tokens)")

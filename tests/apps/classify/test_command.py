@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,16 @@ def test_embed_writes_what_the_function_returns(folder: Path) -> None:
         assert txl(*words, *flags, "--json").object["num_documents"] == len(expected)
         topics = load(folder / "topics", device="cpu")
         assert np.array_equal(np.load(out), embed(topics, expected, pooling="mean", layer=1))
+
+
+def test_embed_writes_all_or_nothing(folder: Path, capfd: Capture) -> None:
+    """numpy ignores a full disk, here a limit of sizes, when it closes a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # 30 vectors take 1,808 bytes
+    try:
+        assert_refused(folder, f"embed {folder}/run {folder}/train.jsonl --out {folder}/full.npy", "too large", capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_embed_writes_parquet(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:

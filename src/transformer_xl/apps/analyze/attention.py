@@ -9,7 +9,6 @@ document starts and the end of the text.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from transformer_xl.evaluation.attention_by_distance import require_attention_te
 from transformer_xl.evaluation.evaluate import check_token_ids, stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.evaluation.score import encode_text
-from transformer_xl.files import atomic_folder, check_is_new, write_json
+from transformer_xl.files import as_path, atomic_folder, check_is_new, npy_bytes, write_json
 from transformer_xl.inference import TokenModel
 from transformer_xl.progress import ProgressBar, note
 from transformer_xl.run import load_run
@@ -97,7 +96,7 @@ def analyze_attention(
         if number is not None and not 1 <= number <= INT32_MAX:
             raise UserError(f"{name} {number:,}: must be between 1 and {INT32_MAX:,}")
     set_threads(threads)
-    torch_device, path = choose_device(device), Path(run).resolve()
+    torch_device, path = choose_device(device), as_path(run, "run", "give the folder of a run").resolve()
     folder = RunFolder.open(run)
     out = path.parent / f"{path.name}-attention" if out is None else Path(out)
     check_is_new(out)
@@ -321,11 +320,4 @@ def _write(
     page = attention_page(maps, tokens, title, about, spaced=not folder.tokenizer.is_lossless)
     (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
     write_json(out / "results.json", values)
-    _save_array(out / "mean-attention.npy", mean_LNP)
-
-
-def _save_array(path: Path, array: npt.NDArray[np.floating]) -> None:
-    """Write an array in float32 as an .npy file; raise OSError if it cannot be written completely."""
-    content = io.BytesIO()
-    np.save(content, array.astype(np.float32), allow_pickle=False)
-    path.write_bytes(content.getvalue())  # np.save to a path ignores write errors when the file is closed
+    (out / "mean-attention.npy").write_bytes(npy_bytes(mean_LNP))

@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from transformer_xl.apps.analyze.attention_maps import TermMaps, pluralize
 from transformer_xl.apps.analyze.attention_page import truncate
-from transformer_xl.plots import COLOURS, save_plot, tidy
+from transformer_xl.plots import COLOURS, save_plot, shown, tidy
 
 Head = tuple[int, int]
 """Layer and head, both from 0."""
@@ -31,7 +31,6 @@ Head = tuple[int, int]
 _COLOUR_RANGE = 1e-4
 _MAX_LABELS = 48  # number of token labels that fit along an axis
 _MAX_LABEL = 14  # length of a label, in characters
-_SYMBOLS = "\u00b7\u21b5\u21e5"  # shown for a space, a newline and a tab; matplotlib's default font has them
 _LABEL_INCHES = 0.15  # height of a label, in inches
 _STYLES = ("-", "--", "-.", ":")  # line styles
 
@@ -173,8 +172,7 @@ def _label_tokens(axes: Axes, labels: Sequence[str], *, is_left: bool, is_bottom
     unit = "" if has_names else " (position)"
     axes.set(xlabel=f"key{unit}" if is_bottom else "", ylabel=f"query{unit}" if is_left else "")
     size = min(8.0, 210 / len(labels))  # font size in points: smaller for more labels, so that they do not overlap
-    # characters that matplotlib's font may lack become escapes
-    parts = [[part if part.isascii() or part in _SYMBOLS else ascii(part)[1:-1] for part in label] for label in labels]
+    parts = [[shown(part) for part in label] for label in labels]
     names = [truncate(label_parts, _MAX_LABEL) for label_parts in parts]
     for axis, is_labelled, rotation in ((axes.xaxis, is_bottom, 90), (axes.yaxis, is_left, 0)):
         if not is_labelled:

@@ -33,7 +33,7 @@ from transformer_xl.cli.output import (
 )
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.config.extras import missing_extra
-from transformer_xl.files import atomic_file, csv_text, quoted, write_text
+from transformer_xl.files import atomic_file, csv_text, npy_bytes, quoted, write_text
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def embed(
         vectors_ND = embedding.embed(loaded, texts, pooling=pooling, layer=layer, config=config, progress=bar.advance)
     with atomic_file(out) as temporary, temporary.open("wb") as stream:
         if out.suffix == ".npy":
-            np.save(stream, vectors_ND)
+            stream.write(npy_bytes(vectors_ND))
         else:
             _write_parquet(stream, list(texts), vectors_ND)
     facts = {"out": str(out), "num_documents": len(vectors_ND), "d_model": vectors_ND.shape[1]}
