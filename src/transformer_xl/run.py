@@ -17,12 +17,11 @@ from transformer_xl.device import Precision, choose_device, resolve_dtype
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path
 from transformer_xl.inference import InferenceModel, prepare_inference
-from transformer_xl.inference.fingerprint import Fingerprint
-from transformer_xl.inference.int8 import int8_tensors, load_int8
+from transformer_xl.inference.fingerprint import Fingerprint, sample_of
+from transformer_xl.inference.int8 import int8_tensors
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import merge_lora
-from transformer_xl.run_folder import RunFolder, load_weights, model_digest
-from transformer_xl.tensor_file import SCALE, read_shapes
+from transformer_xl.run_folder import RunFolder, load_weights, model_digest, with_weights
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -41,6 +40,11 @@ class Run(Displayed):
     weights: ChosenWeights | None = None
     """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
     _prepared: dict[str, tuple[InferenceModel, Fingerprint]] = field(default_factory=dict, init=False, compare=False)
+    _sample: torch.Tensor | None = field(default=None, init=False, compare=False)  # of the weights as they were loaded
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and self.weights.used.memory_lengths is not None:
+            object.__setattr__(self, "_sample", sample_of(self.model))
 
     def inference(self, dtype: Precision = "float32") -> InferenceModel:
         """Return the model prepared for reading and generating.
@@ -66,8 +70,10 @@ class Run(Displayed):
 
     @property
     def memory_lengths(self) -> MemoryLengths | None:
-        """Losses of the weights at several memory lengths, or None if these were not measured."""
-        return self.weights.used.memory_lengths if self.weights else None
+        """Losses of the weights at several memory lengths; None if not measured, or if they have changed since."""
+        if self.weights is None or self._sample is None or not torch.equal(sample_of(self.model), self._sample):
+            return None
+        return self.weights.used.memory_lengths
 
     @property
     def weights_values(self) -> dict[str, Any]:
@@ -112,11 +118,8 @@ def load_run(
             or the base of an adapter is not there or was altered.
     """
     chosen = folder.choose_weights(checkpoint)
-    model, file = folder.build_model(base, draw=False), chosen.used.file
-    if any(name.endswith(SCALE) for name in read_shapes(file)):
-        model = load_int8(model, file)
-    else:
-        load_weights(model, file)
+    file = chosen.used.file
+    model = with_weights(folder.build_model(base, draw=False), file)
     folder.check_adapter(file)
     if folder.config.lora is not None:
         merge_lora(model)

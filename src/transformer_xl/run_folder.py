@@ -60,6 +60,7 @@ from transformer_xl.files import (
     read_bytes,
     write_text,
 )
+from transformer_xl.inference.int8 import load_int8
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.lora import (
     ADAPTER_FILE,
@@ -372,7 +373,7 @@ class RunFolder:
         notes = self._verify_config()
         model = self.build_model(draw=False)
         if (best := self.path / self.weights_name).exists():
-            load_weights(model, best)
+            with_weights(model, best)
         for checkpoint in self.checkpoints():
             load_weights(model, checkpoint / self.weights_name)
             CheckpointRecord.read(checkpoint).verify(checkpoint)
@@ -553,6 +554,18 @@ def load_weights(model: LanguageModel, file: Path) -> None:
     """
     # of a model with an adapter, the file has the adapter
     model.load_state_dict(read_weights(model, file), strict=False)
+
+
+def with_weights(model: LanguageModel, file: Path) -> LanguageModel:
+    """Return a model with the weights of a file: itself, or a copy if they are of 8 bits.
+
+    Raises:
+        UserError: for the reasons of `load_weights` and `load_int8`.
+    """
+    if any(name.endswith(SCALE) for name in read_shapes(file)):
+        return load_int8(model, file)
+    load_weights(model, file)
+    return model
 
 
 def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ The run is trained with a memory of 2; the choice is replaced by 4 where it must
 
 from __future__ import annotations
 
+import copy
 import json
 import signal
 from dataclasses import replace
@@ -130,6 +131,12 @@ def test_measurement_belongs_to_the_weights(path: Path, corpus: Corpus, tmp_path
     assert best.memory_lengths is not None
     assert last.memory_lengths == best.memory_lengths
     assert load(save(best, tmp_path / "saved"), device="cpu").memory_lengths == best.memory_lengths
+    copied = copy.deepcopy(best)
+    for changed in (best, copied):
+        with torch.no_grad():
+            next(changed.model.parameters()).mul_(1.01)
+        assert changed.memory_lengths is None
+    assert load(save(best, tmp_path / "changed"), device="cpu").memory_lengths is None
     averaged = SETTINGS | {"weight_average": "ema", "ema_decay": 0.5}
     train_run(None, corpus, tmp_path / "run", train=averaged, **OPTIONS)
     assert load(tmp_path / "run", device="cpu").memory_lengths is not None

@@ -68,6 +68,13 @@ class Fingerprint:
 
 
 @torch.no_grad()
+def sample_of(model: nn.Module) -> Tensor:
+    """Return a few elements of each parameter, as float32 on the CPU, which a copy of the model has too."""
+    plain = (parameter for parameter in model.parameters() if type(parameter.data) is Tensor)  # not of 8 bits
+    return torch.cat([_some_elements(parameter).float().cpu() for parameter in plain])
+
+
+@torch.no_grad()
 def _some_elements(parameter: Tensor) -> Tensor:
     """Return a view of a few elements; an odd distance leads to other columns in each row."""
     flat = parameter.detach()
