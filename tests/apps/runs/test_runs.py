@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +28,16 @@ from transformer_xl import (
     score,
     train,
 )
+from transformer_xl.apps.runs.curves import text_curves
 from transformer_xl.apps.runs.records import COLUMNS
 from transformer_xl.evaluation.evaluate import losses_in_order
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.plots import write_plot
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers import ByteTokenizer, load_tokenizer
 from transformer_xl.text.tokenizers.bpe import train_bpe
+from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 EARLIER = Path(__file__).parents[2] / "earlier" / "0.1.0"
@@ -224,8 +228,22 @@ def test_lines_without_tokens_are_compared(tmp_path: Path) -> None:
         assert row["tokens"] == found.sums.tokens
         assert row["bits_per_byte"] == pytest.approx(found.sums.nats / math.log(2) / page.stat().st_size, rel=1e-6)
         assert row is losses[0] or row["difference_low"] < row["difference"] < row["difference_high"]
-    with pytest.raises(UserError, match=r"none.txt: the text is empty; give one with at least one token"):
-        compare_runs(runs, CommonText.open(records, on=none), device="cpu")
+    for content in (none.read_bytes(), b""):
+        none.write_bytes(content)
+        with pytest.raises(UserError, match=r"none.txt: the text is empty; give one with at least one token"):
+            compare_runs(runs, CommonText.open(records, on=none), device="cpu")
+
+
+def test_part_of_a_split_ends_with_a_whole_character(tmp_path: Path) -> None:
+    text = "\u65e5\u672c\u8a9e\n" * 9
+    corpus = make_corpus(tmp_path / "corpus", text.encode(), text.encode())
+    characters = CharTokenizer("\u65e5\u672c\u8a9e\n")
+    runs = [make_run(tmp_path / "a").path, make_run(tmp_path / "b", tokenizer=characters).path]
+    records = [RunRecord.read(run) for run in runs]
+    for number in (27, 28, 29, 30):
+        opened = CommonText.open(records, corpus=corpus.path, max_tokens=number)
+        assert b"".join(opened.pieces).decode() == text[: number // 10 * 4 + number % 10 // 3]
+        assert compare_runs(runs, opened, device="cpu").losses[1]["tokens"] == number // 10 * 4 + number % 10 // 3
 
 
 def test_unknown_words_and_lengths_below_1_are_said(
@@ -259,6 +277,22 @@ def test_curves_are_drawn(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert txl("runs", "compare", "runs/a", "runs/group/b", "--plot", again).status == 0
     assert out.read_bytes() == again.read_bytes()
     assert out.stat().st_size > 20_000
+
+
+def test_labels_are_names_and_no_formulas(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    records = {name: RunRecord.read(made / "runs" / "a") for name in ("_old", "x$^$", "\u65e5b\u00e9")}
+    figure = draw_curves(records)
+    write_plot(tmp_path / "curves.svg", figure)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[::2] == [" _old", r"x\$^\$", r"\u65e5b\xe9".replace(r"\xe9", "\u00e9")]
+
+
+def test_a_run_without_metrics_does_not_change_the_scale(made: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotext")
+    trained = {"a": RunRecord.read(made / "runs" / "a")}
+    bare = RunRecord.read(make_run(tmp_path / "bare").path)
+    bare = replace(bare, config=bare.config.model_copy(update={"corpus": trained["a"].config.corpus}))
+    assert text_curves({**trained, "bare": bare}) == text_curves(trained)
 
 
 def test_curves_in_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +329,14 @@ def test_one_folder_and_no_run_are_refused(made: Path) -> None:
             compare_runs(runs)
     with pytest.raises(UserError, match="no run was given to draw; give one or more"):
         draw_curves({})
+    for call in (
+        lambda: draw_curves([str(made / "runs" / "a")]),
+        lambda: draw_curves({"a": str(made / "runs" / "a")}),
+        lambda: CommonText.open([made / "runs" / "a"], on=made / "page.txt"),
+        lambda: compare_runs([made / "runs" / "a", made / "runs" / "b"], "page.txt"),
+    ):
+        with pytest.raises(UserError, match="give "):
+            call()
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])

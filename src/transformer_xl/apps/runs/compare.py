@@ -11,6 +11,7 @@ bootstrap samples.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.apps.runs.records import RunRecord
-from transformer_xl.config import UserError, flatten
+from transformer_xl.config import UserError, check_type, flatten
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.evaluate import check_max_tokens, check_token_ids, losses_in_order
 from transformer_xl.evaluation.metrics import Sums, bootstrap_means
@@ -104,6 +105,8 @@ class CommonText:
                 the tokenizers of runs and corpus differ, and that of the corpus does not give back its text exactly.
         """
         check_max_tokens(max_tokens)
+        for run in runs:
+            check_type(run, RunRecord, "a run", "give RunRecord.read('runs/mine')")
         tokenizers = [RunFolder.open(run.path).tokenizer for run in runs]
         is_one = not any(describe_difference(tokenizer, tokenizers[0]) for tokenizer in tokenizers)
         if on is not None:
@@ -128,6 +131,10 @@ class CommonText:
                 "give the text itself: on=FILE"
             )
         documents = [opened.tokenizer.decode_bytes(tokens_K[a:b]) for a, b in pairwise([*starts, len(tokens_K)])]
+        if len(tokens_K) < text.num_tokens:  # the last one may end within a character
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(documents[-1])
+            documents[-1] = documents[-1][: len(documents[-1]) - len(decoder.getstate()[0])]
         parts = [_LINE.findall(one) if len(documents) < _MIN_UNITS else [one] for one in documents]
         first = np.cumsum([0, *map(len, parts[:-1])]).tolist()
         return CommonText(name, sum(map(len, documents)), is_one, [piece for part in parts for piece in part], first)
@@ -144,7 +151,8 @@ class CommonText:
         piece_K = np.zeros(0, dtype=np.int64)  # of each token, if there are pieces
         if tokens_K is None:
             parts = [encode_part(run.tokenizer, self.name, content) for content in self.pieces]
-            tokens_K, piece_K = np.concatenate(parts), np.repeat(np.arange(len(parts)), list(map(len, parts)))
+            tokens_K = np.concatenate(parts or [np.zeros(0, dtype=np.uint8)])
+            piece_K = np.repeat(np.arange(len(parts)), list(map(len, parts)))
             starts_N = np.searchsorted(piece_K, starts_N)
             if not len(tokens_K):
                 raise UserError(f"{self.name}: the text is empty; give one with at least one token")
@@ -186,6 +194,7 @@ def compare_runs(
         UserError: fewer than two runs were given, one is no run or is given twice, or for the reasons of `load` and
             `evaluate`.
     """
+    check_type(text, (CommonText, type(None)), "text", "give CommonText.open(...)")
     records = named_records(runs)
     if len(records) < 2:
         raise UserError("a comparison needs two runs or more; give their folders, such as runs/a runs/b")

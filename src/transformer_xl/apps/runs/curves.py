@@ -9,9 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from transformer_xl.apps.runs.records import RunRecord
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, check_type
 from transformer_xl.config.extras import missing_extra
-from transformer_xl.plots import COLOURS, tidy
+from transformer_xl.plots import COLOURS, label_of, tidy
 
 _PANELS = {"learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _LOSSES = {"nats_per_token": "loss in nats per token", "bits_per_byte": "loss in bits per byte"}
@@ -29,11 +29,12 @@ def draw_curves(runs: Mapping[str, RunRecord]) -> Figure:
     Raises:
         UserError: no run has metrics.
     """
+    check_type(runs, Mapping, "runs", "give runs by name, such as {'a': RunRecord.read('runs/a')}")
     loss = measure(runs.values())
     figure = Figure(figsize=(11, 6.6), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True).flat
     for axes, (name, title) in zip(panels, {loss: _LOSSES[loss], **_PANELS}.items(), strict=True):
-        for index, (label, run) in enumerate(runs.items()):
+        for index, (label, run) in enumerate(zip(map(label_of, runs), runs.values(), strict=True)):
             look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
             x, y = _points(run, "train", name)
             # where validation is shown too, the training loss stands back
@@ -73,6 +74,8 @@ def text_curves(runs: Mapping[str, RunRecord], width: int = 100, *, colours: boo
     for index, (label, run) in enumerate(runs.items()):
         points = _points(run, "valid", loss)
         x, y = points if len(points[0]) > 1 else _points(run, "train", loss)
+        if not x:  # it has not begun; an empty signal would draw the others from 0 on
+            continue
         signal = figure.signal(x, y, marker="braille" if colours else chr(ord("a") + index % 26))
         signal.label(label)
         signal.lines()
@@ -87,6 +90,8 @@ def measure(runs: Any) -> str:
         UserError: there is no run, or none has metrics.
     """
     found: Sequence[RunRecord] = list(runs)
+    for run in found:
+        check_type(run, RunRecord, "a run", "give RunRecord.read('runs/mine')")
     if not found:
         raise UserError("no run was given to draw; give one or more by name, such as {'a': RunRecord.read('runs/a')}")
     if not any(run.metrics for run in found):
