@@ -176,6 +176,10 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.shuffle-documents", "has 3 documents or pieces .* 16 sequences .*; lower --train.batch-size"),
     # missing arguments
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to resume a run"),
+    (
+        "generate run --prompt -x",
+        "--prompt requires an argument .a value that begins with - is given as --prompt=VALUE.",
+    ),
     ("analyze context run --context-step 1 --max-context 2000000000", "0 have 2,000,000,000 before them"),
     ("info --verify", "--verify needs the folder of a run or a corpus"),
 ]

@@ -286,6 +286,17 @@ def test_generate_streams_and_exits_when_the_pipe_is_closed(folder: Path) -> Non
             process.kill()
 
 
+def test_closed_standard_error_leaves_standard_output_as_it_is(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a text\n")
+    words = ["score", str(folder / "run"), str(tmp_path / "text"), "--json", "--per", "file"]
+    command = [sys.executable, "-m", "transformer_xl", *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command], stdout=subprocess.PIPE, env=environment, timeout=300
+    )
+    assert json.loads(ended.stdout)["file"] == words[2]
+
+
 @pytest.mark.parametrize("words", ["score {run} {text} --json --out {out}", "runs {folder} --csv {out}"])
 def test_files_are_written_after_the_pipe_is_closed(words: str, folder: Path, tmp_path: Path) -> None:
     """The second command prints a table, which another library does."""

@@ -8,7 +8,14 @@ import os
 import signal
 import sys
 
-from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from transformer_xl import __version__
 from transformer_xl.progress import notes_worded
@@ -89,8 +96,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal's encoding may lack a character
-    if sys.stdout is None:  # the shell closed it (txl ... >&-)
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open until the program exits)
+    for name in ("stderr", "stdout"):
+        if getattr(sys, name) is None:  # the shell closed it (txl ... >&-)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (stays open until the program exits)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -184,6 +192,8 @@ def _user_message(error: Exception) -> str | None:
         return None
     cause, text = error.__cause__, str(error)
     if isinstance(error, CycloptsError):
+        if isinstance(error, MissingArgumentError) and error.argument and error.argument.name.startswith("--"):
+            text = f"{text.rstrip('.')} (a value that begins with - is given as {error.argument.name}=VALUE)"
         if isinstance(cause, ValidationError):
             group = getattr(getattr(error, "argument", None), "name", "*")  # of settings, such as --model
             text = explain(cause, "--" if group == "*" else f"{group}.")

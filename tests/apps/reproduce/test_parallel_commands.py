@@ -22,6 +22,12 @@ def test_output_is_written_and_commands_run_in_order(tmp_path, monkeypatch):
     assert next(progress) > 3  # a job may report more work than its size
 
 
+def test_modules_of_the_folder_are_not_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yaml.py").write_text("raise RuntimeError('not ours')\n")
+    run_parallel("all", [Job("a", [Command(["recipes", "tiny"])])], tmp_path, workers=1, threads=1)
+
+
 def test_failure_names_the_job_and_starts_no_other(tmp_path):
     never = tmp_path / "never.txt"
     jobs = [

@@ -144,6 +144,20 @@ def test_state_continues_the_text(piped, tmp_path: Path, monkeypatch: Patch) -> 
     assert [record["line"] for record in found] == expected
 
 
+def test_state_of_a_pipe_has_no_place_in_a_file_and_its_threshold_one_score(piped, tmp_path: Path) -> None:
+    state, log = tmp_path / "state", tmp_path / "new.log"
+    log.write_text(LOG)
+    piped([LOG.encode()])
+    assert txl("watch", "run", "--state", state, "--threshold", "5").status == 0
+    refused = txl("watch", "run", "--state", state, "--file", log, "--score", "max")
+    assert refused.status == 2
+    assert "the state has a threshold of 5 for score mean, not for max; give --threshold" in refused.err
+    watch = Watch("--file", log, "--state", state, "--threshold", "-1")
+    assert [line["text"] for line in watch.lines(2)] == LOG.splitlines()[:2]
+    _, err = watch.stop()
+    assert "replaced" not in err
+
+
 def test_long_lines_are_reported_in_parts(piped, monkeypatch: Patch) -> None:
     """A line without an end does not fill the memory; its parts add up."""
     monkeypatch.setattr("transformer_xl.apps.watch.line_surprisal.MAX_LINE_TOKENS", 1000)

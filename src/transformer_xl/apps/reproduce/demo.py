@@ -28,7 +28,7 @@ from transformer_xl.display import tokens_html
 from transformer_xl.evaluation.attention_by_distance import attention_of_last
 from transformer_xl.evaluation.evaluate import check_max_tokens, evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.files import as_user_error, lock_folder, quoted, write_text
+from transformer_xl.files import as_path, as_user_error, lock_folder, quoted, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.transformer_xl import RelativeLanguageModel
 from transformer_xl.plots import Line, draw
@@ -132,6 +132,7 @@ def run_demo(
             command uses it.
     """
     start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    out = as_path(out, "out")
     vocab_size = load_recipe(recipe).model.get("vocab_size") or _NUM_BYTES
     choose_device(device)
     check_max_tokens(max_tokens)

@@ -22,7 +22,7 @@ from transformer_xl.config import UserError
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar
 
-PROGRAM = (sys.executable, "-m", "transformer_xl")  # the command `txl`
+PROGRAM = (sys.executable, "-P", "-m", "transformer_xl")  # the command `txl`, which takes no modules of its folder
 POLL_SECONDS = 1.0  # between two looks at the processes
 
 

@@ -36,7 +36,7 @@ from transformer_xl.config import (
 )
 from transformer_xl.device import choose_device, environment
 from transformer_xl.evaluation.evaluate import check_max_tokens
-from transformer_xl.files import as_user_error, lock_folder, write_text
+from transformer_xl.files import as_path, as_user_error, lock_folder, write_text
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder, first_difference
 from transformer_xl.text.parallel import num_cores
@@ -123,6 +123,7 @@ class Reproduction:
             UserError: the corpus, recipe or device does not exist, settings contradict each other or are those that
                 distinguish the systems, or the path is not the folder of a reproduction.
         """
+        out, corpus = as_path(out, "out"), as_path(corpus, "corpus")
         seeds = tuple(seeds or ((1,) if smoke else (1, 2)))
         if len(set(seeds)) < len(seeds):
             raise UserError(f"seeds {','.join(map(str, seeds))}: each run needs its own seed; name each once")

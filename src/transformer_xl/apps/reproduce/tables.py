@@ -194,7 +194,8 @@ def reproduce_all(reproduction: Reproduction) -> Path:
     options = {"device": reproduction.device, "command": reproduction.command}
     plots, speed = reproduction.path / "attention", reproduction.path / "speed.json"
     if not plots.exists():
-        analyze_attention(reproduction.runs(BY_NAME["xl-full"])[0], out=plots, **options)
+        run, corpus = reproduction.runs(BY_NAME["xl-full"])[0], reproduction.corpus.path
+        analyze_attention(run, corpus=corpus, out=plots, **options)
     if not speed.exists():
         say("measuring the speed of evaluation")
         reproduce_speed(reproduction.path, smoke=smoke, **options)

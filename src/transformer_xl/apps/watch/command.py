@@ -148,7 +148,8 @@ def watch(
     lines = LineStream(stream, saved.get("lines", {}) if saved else None)
     name, limit = _alarm(loaded, config, options, saved)
     source = options.open()
-    if options.file is not None and isinstance(position := saved.get("position"), dict):
+    position = saved.get("position")
+    if options.file is not None and isinstance(position, dict) and position:  # empty: it was no file
         source.begin_at(position)
     num_lines = num_printed = 0
     start, num_tokens = time.perf_counter(), stream.num_tokens
@@ -188,6 +189,11 @@ def _alarm(
     is_saved = saved_score in ("mean", "sum", "max") and isinstance(saved_threshold, float)
     if options.threshold is None and calibrate is None and is_saved and score in (None, saved_score):
         return saved_score, saved_threshold  # pyrefly: ignore[bad-return]
+    if options.threshold is None and calibrate is None and is_saved:
+        raise UserError(
+            f"the state has a threshold of {saved_threshold:g} for score {saved_score}, not for {score}; give "
+            "--threshold or --calibrate too, or leave --score out"
+        )
     name = score or "mean"
     if calibrate is None:
         return name, options.threshold
