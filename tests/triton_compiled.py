@@ -2,7 +2,7 @@
 
     python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE [CAPABILITY [SIDES]]]
 
-TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose).
+TILE is the number of queries, and of keys, of a block (by default, or if 0, the one that the launch would choose).
 CAPABILITY is the compute capability: 80 for Ampere, 90 for Hopper (the default), 100 for Blackwell. SIDES is `causal`
 (the default), `both` (also later keys), or `ranges` (also with a first and a stop key of each query). Prints one JSON
 object a line for each kernel: registers of a thread, spilled bytes (values that did not fit into registers), and bytes
@@ -58,7 +58,7 @@ def aligned_paths(types, path=(), name=""):
 
 def compile_kernel(name, width, dtype, dropout, tile=None, capability=90, sides="causal"):
     """Compile a kernel as it would be launched, or with a smaller tile."""
-    config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries")
+    config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries", capability=capability // 10)
     types = signature(name, POINTERS[dtype], dropout, sides)
     constants = {"config": config._replace(tile=tile or config.tile)}
     for index, argument in enumerate(types.values()):  # the other constants are arguments that are None

@@ -199,6 +199,7 @@ def choose_config(
     *,
     atomic: bool = False,
     device: torch.device | None = None,
+    capability: int | None = None,
 ) -> KernelConfig:
     """Return how a kernel is compiled and launched.
 
@@ -209,9 +210,12 @@ def choose_config(
         dropout: probability that dropout zeroes an attention probability.
         atomic: add the gradients of position keys atomically (`queries` only).
         device: where the kernel will run, or None for the current device.
+        capability: major compute capability, or None for that of the device, or of Hopper if there is no GPU.
     """
     padded = max(16, 1 << (width - 1).bit_length())
-    tile, num_warps, num_stages = _tile_and_warps(kernel, padded, dtype, device)
+    if capability is None:
+        capability = torch.cuda.get_device_properties(device).major if torch.cuda.is_available() else 9
+    tile, num_warps, num_stages = _tile_and_warps(kernel, padded, dtype, capability)
     # not `allow_tf32`, which cannot be read if the user set the newer `fp32_precision`
     rounds_to_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return KernelConfig(
@@ -231,7 +235,7 @@ def choose_config(
     )
 
 
-def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | None) -> tuple[int, int, int]:
+def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, capability: int) -> tuple[int, int, int]:
     """Return the tile W, warps and pipeline stages: the largest tile whose values fit, or nearly fit, into registers.
 
     The numbers were chosen by the compiler's report of registers, spills and shared memory for compute capability 9.0.
@@ -240,13 +244,11 @@ def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, device: torch.
         return 16, 1, 1
     if dtype == torch.float32 or padded > 128:
         return (32, 8, 1) if padded <= 64 else (16, 8, 1)
-    # 227 KiB of shared memory, as on Hopper; also assumed if no GPU is present
-    has_large_memory = not torch.cuda.is_available() or torch.cuda.get_device_properties(device).major in (9, 10)
-    if not has_large_memory:
+    if capability not in (9, 10):  # these have 227 KiB of shared memory
         return 32, 8, 1
-    if kernel == "forward" and padded <= 64:
-        return 64, 4, 2
-    return 64, 8, (1 if kernel == "distances" and padded > 64 else 2)
+    # for 10.0 Triton 3.7 compiles no pipeline with inline assembly (`new_range`)
+    is_pipelined = capability == 9 and not (kernel == "distances" and padded > 64)
+    return 64, (4 if kernel == "forward" and padded <= 64 else 8), (2 if is_pipelined else 1)
 
 
 def launch(kernel: Any, num_programs: int, config: KernelConfig, *arguments: Any) -> None:
