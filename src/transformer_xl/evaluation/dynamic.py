@@ -53,9 +53,8 @@ def losses(model: TokenModel, text: TokenizedText, plan: EvaluationPlan) -> Gene
     model.check_not_quantized("changed, as method dynamic does")
     num_new, num_slots = min(plan.num_inputs, len(text.tokens_K)), plan.context_limits.memory_length
     # a copy of the weights and their gradients; the memory before and after a step; activations, 2 bytes in bfloat16
-    num_bytes = 2 * sum(weight.nbytes for weight in model.parameters()) + 8 * min_cache(
-        model.config, num_slots, training=True
-    )
+    num_bytes = 2 * sum(weight.nbytes for weight in model.parameters())
+    num_bytes += 8 * min_cache(model.config, num_slots, training=True)
     num_bytes += 2 * min_activations(model.config, segment_length=num_new, memory_length=0)
     task = f"method dynamic with segments of {num_new:,} tokens and a memory of {num_slots:,}"
     require_memory(task, num_bytes, model.device, "lower memory_length or segment_length, or use another method")
