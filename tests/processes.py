@@ -45,7 +45,7 @@ TRAIN = {
 }  # fmt: skip
 # gradients of n-gram tables are sparse in one process alone
 TABLES: dict[str, Any] = {
-    "model": {"max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
+    "model": {"max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3, "value_embeddings": True},
     "train": {"ngram_learning_rate_ratio": 2.0, "optimizer": "muon", "batch_size": 6, "micro_batch_size": 1},
 }
 STOP_STEP = 5  # where runs are stopped, to be resumed later
@@ -61,7 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "cutoffs, shuffled": {
-        "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
+        "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True, "value_embeddings": True},
         "train": {
             "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12,
             "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",

@@ -80,10 +80,11 @@ def layer_weights(weights, index):
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
-def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm):
+def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm, added=0):
     """Return the output (B, T, D) of a layer with these weights, of x (B, T, D) after memory (B, M, D).
 
-    The other arguments are those of `attention`; pre_norm applies LayerNorm at the start of each residual branch.
+    The other arguments are those of `attention`; pre_norm applies LayerNorm at the start of each residual branch;
+    added (B, M + T, N, H) is added to the values, through a gate if the layer has one.
     """
     norm = layer["attention.norm.weight"], layer["attention.norm.bias"]
     context = torch.cat([memory, x], dim=1)
@@ -94,6 +95,9 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm)
     )
     if "attention.q_norm.weight" in layer:
         q, k = rms_norm(q, layer["attention.q_norm.weight"]), rms_norm(k, layer["attention.k_norm.weight"])
+    if "attention.value_embedding.gate" in layer:
+        gate = layer["attention.value_embedding.gate"]
+        v = v + 2 * torch.sigmoid(context[..., : gate.shape[1]] @ gate.T)[..., None] * added
     attended = attention(q, k, v, position_keys, u, w, key_mask).flatten(-2)
     x = x + attended @ layer["attention.o_proj.weight"].T
     x = x if pre_norm else layer_norm(x, *norm)
@@ -130,6 +134,18 @@ def embed(weights, tokens, earlier=None):
     return x
 
 
+def value_embeddings(weights, index, tokens, earlier, num_memory, shape):
+    """Return what a layer adds to the values of memory and tokens (B, M + T, N, H), or 0."""
+    name = f"layers.{index}.attention.value_embedding.table.weight"
+    if name not in weights:
+        return 0
+    table = weights[name] * math.sqrt(weights["embedding.tables.0"].shape[1])
+    rows = torch.zeros(len(tokens), num_memory, table.shape[1], dtype=table.dtype)
+    if earlier is not None and earlier.shape[1]:
+        rows[:, num_memory - earlier.shape[1] :] = table[earlier]
+    return torch.cat([rows, table[tokens]], dim=1).unflatten(-1, shape)
+
+
 def final_norm(weights, x):
     """Return x after the LayerNorm of the last layer, if the model has one."""
     return (
@@ -161,6 +177,7 @@ def forward(weights, settings, tokens, memory, valid, earlier=None):
         u, w = weights["content_bias"][pair], weights["position_bias"][pair]
         position_keys = (encodings @ layer["attention.r_proj.weight"].T).unflatten(-1, u.shape)
         key_mask = KeyMask(valid, settings["window"])
-        x = transformer_layer(layer, x, old, position_keys, u, w, key_mask, settings["pre_norm"])
+        added = value_embeddings(weights, index, tokens, earlier, num_memory, u.shape)
+        x = transformer_layer(layer, x, old, position_keys, u, w, key_mask, settings["pre_norm"], added)
     new_valid = [min(count + num_new, num_memory) for count in valid]
     return logits(weights, final_norm(weights, x)), new_memory, new_valid

@@ -20,6 +20,7 @@ SETTINGS = {
     "plain": {},
     "norm first": {"norm_first": True, "qk_norm": True},
     "n-grams longer than the memory": {"max_ngram": 5, "ngram_buckets": 97, "d_ngram": 3},
+    "value embeddings": {"value_embeddings": True},
 }
 LIMITS = {
     "plain": ContextLimits(MEMORY),

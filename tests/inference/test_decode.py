@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sizes that fill no block": {"d_model": 22, "n_heads": 3, "d_head": 7, "d_ff": 37},
     "wide": {"d_model": 72, "n_heads": 2, "d_head": 33, "d_ff": 130},
     "adaptive softmax": {"cutoffs": (6, 12), "div_val": 2},
+    "value embeddings, pre-norm, qk_norm": {"value_embeddings": True, "norm_first": True, "qk_norm": True},
 }
 
 

@@ -36,6 +36,7 @@ LIMITS = {  # the first argument is the number of memory slots
         {"tie_attention_biases": False},
         {"attn_implementation": "sdpa"},
         {"qk_norm": True, "max_ngram": 4},
+        {"value_embeddings": True, "norm_first": True},
     ],
 )
 @pytest.mark.parametrize("attend_empty", [False, True])

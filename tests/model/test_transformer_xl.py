@@ -30,6 +30,7 @@ STYLES = {
     "reference kernel": {"attn_implementation": "reference"},
     "normalized queries and keys": {"qk_norm": True},
     "n-grams": {"max_ngram": 4, "ngram_buckets": 17, "d_ngram": 3},
+    "value embeddings": {"value_embeddings": True},
 }
 
 
@@ -95,8 +96,9 @@ def test_memory_gets_no_gradient_but_weights_get_one_through_it(make_model, toke
     torch.testing.assert_close(linear.weight.grad, weight_grad_ID, rtol=1e-9, atol=1e-9)
 
 
-def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens):
-    model, text = make_model(), tokens(2, 5)
+@pytest.mark.parametrize("style", ["as in the paper", "value embeddings"])
+def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens, style):
+    model, text = make_model(**STYLES[style]), tokens(2, 5)
     _, memory = model(tokens(2, 4, seed=1))
     hidden_BTD, after = model(text, memory)
     traces = list(model.trace(text, memory))
@@ -104,7 +106,8 @@ def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens)
     assert_same_tensors(states_BTD, [model.embedding(text) * 14**0.5, *(t.output_BTD for t in traces)], atol=1e-12)
     torch.testing.assert_close(states_BTD[-1], hidden_BTD)
     assert_same_tensors(states_BTD[:-1], [cache.hidden_BMD[:, -5:] for cache in after.layers])
-    assert_same_tensors(memory.advance([trace.cache for trace in traces], 5), after, atol=1e-12)
+    _, with_new = model.embed(text, memory)
+    assert_same_tensors(with_new.advance([trace.cache for trace in traces], 5), after, atol=1e-12)
     for trace in traces:
         assert trace.terms.probabilities_BNTS.shape == (2, 2, 5, 16)
         torch.testing.assert_close(trace.terms.probabilities_BNTS.sum(-1), torch.ones(2, 2, 5, dtype=torch.float64))

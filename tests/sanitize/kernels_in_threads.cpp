@@ -225,9 +225,11 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   a.out = view(attended.data(), num_new, a.N, a.H), z.input = input.data(), z.result = result.data();
   z.input_scale = input_scale.data(), z.x = results.add(x), results.add(inputs.k), results.add(inputs.v);
   z.from = x_before.data();
+  const std::vector<A> added = random<A>(R * I), gate = random<A>(a.N * std::min<int64_t>(D, 12));
+  z.added = added.data(), z.gate = gate.data(), z.gates = std::min<int64_t>(D, 12);
   std::vector<A> x_after(R * D);
   DecodedLayer second = z;  // after the first
-  second.from = x.data(), second.x = results.add(x_after);
+  second.from = x.data(), second.x = results.add(x_after), second.added = nullptr;
   const std::vector<DecodedLayer> layers{z, second};
   results.compare([&](int threads) {
     std::copy(k.begin(), k.end(), inputs.k.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());

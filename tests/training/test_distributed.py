@@ -150,7 +150,7 @@ def wait_for_lines(process: subprocess.Popen[str], run: Path, count: int) -> Non
     """Wait until metrics.jsonl has this many lines."""
     deadline, metrics = time.monotonic() + 200, run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

@@ -289,6 +289,11 @@ class BaseModelConfig(_Architecture):
             )
 
     @property
+    def num_recent(self) -> int:
+        """R: number of tokens before a segment that a memory keeps the ids of; with value embeddings at least one."""
+        return max(self.max_ngram - 1, int(self.__dict__.get("value_embeddings", False)))
+
+    @property
     def ngram_table_parameters(self) -> int:
         """Number of parameters in the tables of n-grams."""
         return (self.max_ngram - 1) * self.ngram_buckets * self.d_ngram
@@ -393,6 +398,11 @@ class RelativeLayerConfig(LayerConfig):
     """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
 
     @property
+    def value_layers(self) -> range:
+        """Indices of the layers that add an embedding of each token to its values."""
+        return range(0)
+
+    @property
     def n_bias_pairs(self) -> int:
         """Number of learned pairs of content and position biases, which the layers share in turn."""
         return 1
@@ -424,6 +434,14 @@ class TransformerXLConfig(RelativeConfig):
     tie_key_projections: bool = False
     """Project the encodings of distances with the weights of the keys (W_{k,R} = W_{k,E}); false: with weights of their
     own."""
+    value_embeddings: bool = False
+    """In every second layer, the last included, add to the values of each token an embedding from a table of the
+    layer's own, through a gate for each head (after Zhou et al. 2024; as in nanochat)."""
+
+    @property
+    @override
+    def value_layers(self) -> range:
+        return range((self.n_layers - 1) % 2, self.n_layers, 2) if self.value_embeddings else range(0)
 
     @property
     @override

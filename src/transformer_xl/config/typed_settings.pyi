@@ -45,6 +45,7 @@ class ModelSettings(TypedDict, total=False):
     learned_attention_biases: bool
     tie_attention_biases: bool
     tie_key_projections: bool
+    value_embeddings: bool
     reuse_length: int | None
     perm_size: int
     num_predict: int | None

@@ -134,11 +134,10 @@ class SpeculativeModel:
     def _memory_after(self, number: int) -> Memory:
         """Return the memory after the first tokens of the segment."""
         before, num_later = self._before, len(self._segment) - number
-        memory = before.advance([cache.without_newest(num_later) for cache in self._after.layers], number)
-        if before.recent_BR is None:
-            return memory
-        new_BT = torch.tensor([self._segment[:number]], device=before.recent_BR.device) + 1
-        return replace(memory, recent_BR=torch.cat([before.recent_BR, new_BT], 1)[:, number:])
+        if before.recent_BR is not None:
+            new_BT = torch.tensor([self._segment[:number]], device=before.recent_BR.device) + 1
+            before = replace(before, recent_BR=torch.cat([before.recent_BR, new_BT], 1))
+        return before.advance([cache.without_newest(num_later) for cache in self._after.layers], number)
 
     def _read(self, token: int, memory: Memory) -> None:
         """Read a token and a draft of those after it."""

@@ -12,12 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from transformer_xl.model.attention import AttentionContext, Biases, FeedForward, Layer, RelativeAttention
+from transformer_xl.model.attention import (
+    AttentionContext,
+    Biases,
+    FeedForward,
+    Layer,
+    RelativeAttention,
+    ValueEmbedding,
+)
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.norm import RMSNorm
@@ -25,6 +33,7 @@ from transformer_xl.ops.dropout import FastDropout
 from transformer_xl.ops.linear import Int8Linear, PackedLinear
 
 _MATRICES = 6  # of a layer
+_VALUES = (NoneType, ValueEmbedding)  # as they are made, and not replaced
 _DTYPES = {(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)}  # of products and inputs
 _MAX_TOKENS = 16  # of a batch row; with more, attention that packs keys and values is faster,
 _MAX_SCORES = 2**13  # but for so few pairs of a token and a key, of which it is a small part
@@ -45,6 +54,7 @@ class DecodeTables:
     """u and w of each layer, in `dtype`."""
     eps: list[float]
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
+    value_embeddings: list[ValueEmbedding | None]
     norm_first: bool
 
     def accept(self, x_BTD: Tensor, memory: Memory) -> bool:
@@ -82,8 +92,18 @@ class DecodeTables:
             *([cache.end for cache in caches], memory.length + num_new),
             *([cache.position_keys.r_NHP for cache in caches], context.num_distances),
             *(context.mask.valid_B, context.mask.num_clamped),
+            *self._added(x_BTD, context.ids_BT),
         )
         return list(states_LBTD.unbind(0)), list(caches)
+
+    def _added(self, x_BTD: Tensor, ids_BT: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return value embeddings (B, T, N H) and gates of each layer, without elements where there are none."""
+        none = x_BTD.new_empty(0)
+        rows, gates = [none] * len(self.value_embeddings), [none] * len(self.value_embeddings)
+        for layer, embedding in enumerate(self.value_embeddings):
+            if embedding is not None and ids_BT is not None:
+                rows[layer], gates[layer] = embedding.rows(ids_BT).to(x_BTD.dtype), embedding.gate.to(x_BTD.dtype)
+        return rows, gates
 
 
 def decode_tables(
@@ -98,7 +118,7 @@ def decode_tables(
         biases: those of each layer, or None where they are not learned.
         dtype: of products.
     """
-    found = DecodeTables(dtype, [], [], [], [], False)
+    found = DecodeTables(dtype, [], [], [], [], [], False)
     for layer, pair in zip(layers, biases, strict=True):
         parts = None if pair is None else _parts(layer)
         if parts is None or pair is None:
@@ -106,6 +126,7 @@ def decode_tables(
         attention, weights, norms = parts
         found.position_keys.append(attention.position_keys)
         found.weights.extend(weights)
+        found.value_embeddings.append(attention.value_embedding)
         found.biases.extend(bias.detach().to(dtype) for bias in (pair.content_NH, pair.position_NH))
         found.eps.extend(0.0 if isinstance(norm, nn.Identity) else float(norm.eps) for norm in norms)
     per_layer = len(found.weights) // len(found.position_keys)
@@ -122,7 +143,7 @@ def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[Tensor], list[Any]
     if type(layer) is not Layer or type(attention) is not RelativeAttention or type(feed_forward) is not FeedForward:
         return None
     a, f = attention._modules, feed_forward._modules
-    if a.get("gate") is not None or f.get("gate") is not None:
+    if a.get("gate") is not None or f.get("gate") is not None or type(a.get("value_embedding")) not in _VALUES:
         return None
     linears: list[Any] = [a["q_proj"], a["k_proj"], a["v_proj"], a["o_proj"], f["up_proj"], f["down_proj"]]
     norms: list[Any] = [a["norm"], f["norm"], a["q_norm"], a["k_norm"]]

@@ -4,7 +4,7 @@ In the paper, `content_bias` is u, `position_bias` is v (v in the code is always
 `q_proj`, `k_proj`, `v_proj`, `r_proj` are W_q, W_{k,E}, W_v, W_{k,R}.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2
-frequencies, N heads, H head width, F feed-forward width, X any number of rows.
+frequencies, N heads, H head width, E = N H, F feed-forward width, X any number of rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,6 +25,8 @@ from transformer_xl.model.norm import RMSNorm
 from transformer_xl.ops.dropout import FastDropout
 from transformer_xl.ops.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.ops.linear import PackedLinear
+
+_GATE_CHANNELS = 12  # of a layer's input open the gates of value embeddings
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class AttentionContext:
     """The attention kernel."""
     dropout: float
     """Probability that dropout zeroes an attention probability."""
+    ids_BT: Tensor | None = None
+    """Ids of the new tokens + 1, and 0 where there is no token, for value embeddings; None without."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class RelativeAttention(nn.Module):
             config.dropout, relu=config.has_residual_relu, variational=config.regularization.variational_dropout
         )
         self.gate = make_gate(config)
+        self.value_embedding: ValueEmbedding | None = None
         self.qkv_dropout = FastDropout(
             config.regularization.qkv_dropout, variational=config.regularization.variational_dropout
         )
@@ -148,7 +154,7 @@ class RelativeAttention(nn.Module):
         new_BTD = as_multiplied(self.norm(x_BTD) if self.norm_first else x_BTD)
         q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
         if isinstance(cache, KeyValues):
-            k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
+            k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD, context.ids_BT), context.lengths_B)
             is_cached = not context.mask.num_later  # caches hold no position keys of later tokens
             r_PNH = (
                 cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
@@ -157,9 +163,9 @@ class RelativeAttention(nn.Module):
             )
         else:
             assert isinstance(cache, HiddenCache)
-            k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context.lengths_B)
+            k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context)
             r_PNH = self.position_keys(context)
-            cache = cache.append(x_BTD, context.lengths_B)
+            cache = cache.append(x_BTD, context.ids_BT, context.lengths_B)
         # after memory and new tokens are joined, which may share a mask
         q_BTNH, k_BSNH, v_BSNH = (self.qkv_dropout(states) for states in (q_BTNH, k_BSNH, v_BSNH))
         r_PNH = self.qkv_dropout(r_PNH, token_dim=0)
@@ -175,9 +181,16 @@ class RelativeAttention(nn.Module):
         sum_BTD = x_BTD + out_BTD if self.gate is None else self.gate(x_BTD, out_BTD)
         return sum_BTD if self.norm_first else self.norm(sum_BTD)
 
-    def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, X, N, H) of hidden states, which are already normalized if norm_first is set."""
+    def project(self, x_BXD: Tensor, ids_BX: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, X, N, H) of hidden states, which are already normalized if norm_first is set.
+
+        Args:
+            x_BXD: the hidden states.
+            ids_BX: the ids of their tokens, as `AttentionContext.ids_BT`.
+        """
         k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.k_proj, self.v_proj))
+        if self.value_embedding is not None and ids_BX is not None:
+            v_BXNH = v_BXNH + self.value_embedding(x_BXD, ids_BX).unflatten(-1, self.head_shape)
         return self.k_norm(k_BXNH), v_BXNH
 
     def position_keys(self, context: AttentionContext) -> Tensor:
@@ -194,18 +207,46 @@ class RelativeAttention(nn.Module):
         query_NH = self.qkv_dropout(query_1NH, token_dim=0)[0]
         return Biases(query_NH, query_NH)
 
-    def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _project_all(self, cache: HiddenCache, new_BTD: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, S, N, H) of memory and new tokens.
 
         Memory is projected separately, because it needs no gradient (the weights do): a matrix product of the backward
         pass is saved.
         """
         hidden_BMD = self.norm(cache.hidden_BMD) if self.norm_first else cache.hidden_BMD
-        pairs = zip(self.project(hidden_BMD.to(new_BTD.dtype)), self.project(new_BTD), strict=True)
+        of_memory = self.project(hidden_BMD.to(new_BTD.dtype), cache.ids_BM)
+        pairs = zip(of_memory, self.project(new_BTD, context.ids_BT), strict=True)
         k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
-        if lengths_B is not None:
-            k_BSNH, v_BSNH = (padding_first(rows, new_BTD.shape[1], lengths_B) for rows in (k_BSNH, v_BSNH))
+        if context.lengths_B is not None:
+            k_BSNH, v_BSNH = (padding_first(rows, new_BTD.shape[1], context.lengths_B) for rows in (k_BSNH, v_BSNH))
         return k_BSNH, v_BSNH
+
+
+class ValueEmbedding(nn.Module):
+    """An embedding of each token that is added to its values, through a gate for each head (as in nanochat)."""
+
+    def __init__(self, config: RelativeLayerConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.scale = config.d_model**0.5  # as of token embeddings
+        self.table = nn.Embedding(vocab_size, config.n_heads * config.head_dim)
+        self.gate = nn.Parameter(torch.empty(config.n_heads, min(_GATE_CHANNELS, config.d_model)))
+
+    def init_weights(self) -> None:
+        """Set all weights to 0, with which the layer begins as one without."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def rows(self, ids_BX: Tensor) -> Tensor:
+        """Return the scaled embeddings (B, X, N H) of tokens, 0 where there is none; ids are like `context.ids_BT`."""
+        factor_BX = (ids_BX > 0).to(self.table.weight.dtype) * self.scale
+        return self.table((ids_BX - 1).clamp(min=0)) * factor_BX[..., None]
+
+    @override
+    def forward(self, x_BXD: Tensor, ids_BX: Tensor) -> Tensor:
+        """Return what is added to the values (B, X, N H) of tokens with these hidden states."""
+        gate_BXN = 2 * torch.sigmoid(F.linear(x_BXD[..., : self.gate.shape[1]], self.gate.to(x_BXD.dtype)))
+        rows_BXE = self.rows(ids_BX).to(gate_BXN.dtype)
+        return (gate_BXN[..., None] * rows_BXE.unflatten(-1, (len(self.gate), -1))).flatten(-2)
 
 
 class FeedForward(nn.Module):

@@ -46,7 +46,7 @@ class LanguageModel(ModelWithMemory):
             memory_length, config.limit("attention_window"), config.limit("clamp_length")
         )
         """The limits of a new memory if none are passed."""
-        self.num_recent = config.max_ngram - 1
+        self.num_recent = config.num_recent
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
@@ -343,7 +343,7 @@ class LanguageModel(ModelWithMemory):
 
         Returns:
             the scaled embeddings of the tokens with those of their n-grams, or the continuous inputs unchanged,
-            (B, T, D), without dropout; and the memory, whose recent tokens already include the new ones.
+            (B, T, D), without dropout; and the memory, whose recent tokens are followed by the new ones.
 
         Raises:
             UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or a token id on the CPU is
@@ -382,12 +382,12 @@ class LanguageModel(ModelWithMemory):
         memory = self.check_memory(memory, len(inputs_BTD))
         if tokens_BT is None:
             self.check_dtype(inputs_BTD)
-        if self.ngrams is None:
+        if not self.num_recent:
             return inputs_BTD, memory
         ids_BS = _ids_with_recent(tokens_BT, memory, inputs_BTD.shape[1], lengths_B)
-        if tokens_BT is not None:
+        if self.ngrams is not None and tokens_BT is not None:
             inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1], visible_BT)
-        return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - self.num_recent :].contiguous())
+        return inputs_BTD, replace(memory, recent_BR=ids_BS)  # `Memory.advance` drops the oldest
 
     def _check_visible(self, visible_BT: Tensor, inputs_BTD: Tensor) -> None:
         check_type(visible_BT, Tensor, "visible", "give a tensor with a number of keys for each token")

@@ -121,8 +121,8 @@ class Memory(Displayed, Generic[Cache]):
     """A lower bound of all numbers in valid_B, known on the CPU: shows that a memory is full without waiting for the
     device."""
     recent_BR: Tensor | None = None
-    """The newest R tokens, as token id + 1 and 0 where there is none (int64), for n-gram embeddings (`ngrams.py`); None
-    for a model without them."""
+    """The newest R tokens, as token id + 1 and 0 where there is none (int64), for n-gram embeddings (`ngrams.py`);
+    between `embed` and `advance` also the new ones, for value embeddings; None for a model without both."""
     owner: int | None = None
     """Number of the prepared model that made the caches and alone continues them (a KV cache); None: any model of the
     same settings."""
@@ -145,7 +145,7 @@ class Memory(Displayed, Generic[Cache]):
             batch_size: B.
             context_limits: how far back attention can look.
             device: device of the memory.
-            num_recent: R, the number of tokens before a segment that n-gram embeddings need.
+            num_recent: R.
             owner: the model's, for caches that depend on its weights.
         """
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -187,6 +187,11 @@ class Memory(Displayed, Generic[Cache]):
         """Whether every slot is known to be filled."""
         return self.min_valid >= self.length
 
+    def newest_ids(self, num_new: int) -> Tensor:
+        """Return the ids of the T new tokens (B, T), as in `recent_BR`; of the memory that `embed` returned."""
+        assert self.recent_BR is not None
+        return self.recent_BR[:, self.recent_BR.shape[1] - num_new :]
+
     def advance(
         self,
         layers: Iterable[LayerCache],
@@ -194,7 +199,7 @@ class Memory(Displayed, Generic[Cache]):
         lengths_B: Tensor | None = None,
         last_start_B: Tensor | None = None,
     ) -> Self:
-        """Return the memory after T more tokens.
+        """Return the memory after T more tokens, which are the last of `recent_BR` by now.
 
         Args:
             layers: the caches that the layers returned.
@@ -216,6 +221,7 @@ class Memory(Displayed, Generic[Cache]):
             valid_B=valid_B.clamp(max=self.length),
             position_B=position_B,
             min_valid=min(min_valid, self.length),
+            recent_BR=None if self.recent_BR is None else self.recent_BR[:, num_new:].contiguous(),
         )
 
     def reset(self, rows: Sequence[int] | Tensor) -> Self:
@@ -336,28 +342,44 @@ class HiddenCache(LayerCache):
     """The inputs of a layer at the last M tokens of each batch row (paper section 3.2)."""
 
     hidden_BMD: Tensor
+    ids_BM: Tensor | None = None
+    """The ids of these tokens + 1, and 0 where there is no token, in a layer with value embeddings."""
 
-    def append(self, x_BTD: Tensor, lengths_B: Tensor | None = None) -> HiddenCache:
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        return {"hidden": self.hidden_BMD} | ({} if self.ids_BM is None else {"ids": self.ids_BM})
+
+    @override
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> HiddenCache:
+        return HiddenCache(tensors["hidden"], tensors.get("ids"))
+
+    def append(self, x_BTD: Tensor, ids_BT: Tensor | None = None, lengths_B: Tensor | None = None) -> HiddenCache:
         """Return the cache after T more inputs: the last M of [cache ; inputs], detached.
 
         Args:
             x_BTD: the layer's new inputs.
+            ids_BT: the ids of their tokens + 1, for a layer with value embeddings.
             lengths_B: number of inputs of each batch row that are not padding; padding comes first and is not cached.
         """
-        old_BMD, new_BTD = self.hidden_BMD, x_BTD.detach()
-        num_old, num_new = old_BMD.shape[1], new_BTD.shape[1]
-        if lengths_B is not None:
-            hidden_BSD = torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)
-            return HiddenCache(padding_first(hidden_BSD, num_new, lengths_B)[:, num_new:].contiguous())
-        if torch.compiler.is_exporting():  # one expression for any T
-            return HiddenCache(torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)[:, num_new:])
-        if num_new >= num_old:
-            # a copy, because a view would keep the tensor of the whole segment allocated
-            newest_BMD = new_BTD[:, num_new - num_old :]
-            return HiddenCache(
-                newest_BMD.clone(memory_format=torch.contiguous_format) if num_new > num_old else new_BTD
-            )
-        return HiddenCache(torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1))
+        hidden_BMD = _newest(self.hidden_BMD, x_BTD.detach(), lengths_B)
+        if self.ids_BM is None or ids_BT is None:
+            return HiddenCache(hidden_BMD)
+        return HiddenCache(hidden_BMD, _newest(self.ids_BM, ids_BT, lengths_B))
+
+
+def _newest(old_BMX: Tensor, new_BTX: Tensor, lengths_B: Tensor | None) -> Tensor:
+    """Return the last M rows of [old ; new] in a tensor of their own; `lengths_B` as for `HiddenCache.append`."""
+    num_old, num_new = old_BMX.shape[1], new_BTX.shape[1]
+    if lengths_B is not None:
+        joined_BSX = torch.cat([old_BMX, new_BTX.to(old_BMX.dtype)], dim=1)
+        return padding_first(joined_BSX, num_new, lengths_B)[:, num_new:].contiguous()
+    if torch.compiler.is_exporting():  # one expression for any T
+        return torch.cat([old_BMX, new_BTX.to(old_BMX.dtype)], dim=1)[:, num_new:]
+    if num_new >= num_old:
+        # a copy, because a view would keep the tensor of the whole segment allocated
+        newest_BMX = new_BTX[:, num_new - num_old :]
+        return newest_BMX.clone(memory_format=torch.contiguous_format) if num_new > num_old else new_BTX
+    return torch.cat([old_BMX[:, num_new:], new_BTX.to(old_BMX.dtype)], dim=1)
 
 
 class HiddenMemory(Memory[HiddenCache]):

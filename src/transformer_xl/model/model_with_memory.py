@@ -42,7 +42,7 @@ class ModelWithMemory(nn.Module, ABC):
         self.activation_checkpointing = False
         """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
         self.num_recent = 0
-        """R: number of tokens before a segment that n-gram embeddings need."""
+        """R: number of tokens before a segment that a memory keeps the ids of, for n-gram or value embeddings."""
         self.owner: int | None = None
         """Number of this model if `prepare_inference` made it, None otherwise. A KV cache belongs to one such model."""
 

@@ -88,9 +88,15 @@ class RelativeModel(ModelWithMemory):
         limits, like, config = context_limits or self.context_limits, self.like, self.config
         # with norm_first, LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
         if self.owner is None or (config.attends_empty_slots and config.norm_first):
-            shape = (batch_size, limits.memory_length, config.d_model)
             # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
-            caches = [HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in self.layers]
+            shape, device = (batch_size, limits.memory_length, config.d_model), like.device
+            caches = [
+                HiddenCache(
+                    torch.zeros(shape, dtype=like.dtype, device=device),
+                    torch.zeros(shape[:2], dtype=torch.int64, device=device) if index in config.value_layers else None,
+                )
+                for index in range(config.n_layers)
+            ]
             return HiddenMemory.empty(caches, batch_size, limits, like.device, num_recent=self.num_recent)
         zeros_BNMH = like.new_zeros(()).expand(batch_size, config.n_heads, limits.memory_length, config.head_dim)
         caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attends_empty_slots) for _ in self.layers]
@@ -149,6 +155,7 @@ class RelativeModel(ModelWithMemory):
             lengths_B=lengths_B,
             attend=kernels.choose(self.attn_implementation or "auto", x_BTD.device, x_BTD.dtype).attend,
             dropout=config.attention_dropout if self.training else 0.0,
+            ids_BT=memory.newest_ids(num_new) if config.value_layers else None,
         )
 
 

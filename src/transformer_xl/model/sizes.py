@@ -56,6 +56,8 @@ def _layer_parameters(config: BaseModelConfig) -> int:
         return count + (config.max_relative_positions or 0) * inner
     if isinstance(config, AlRfouConfig):
         return count + (config.max_position_embeddings or 0) * width
+    if isinstance(config, RelativeConfig):  # on average
+        count += len(config.value_layers) * config.vocab_size * inner // config.n_layers
     has_r_proj = isinstance(config, RelativeConfig) and config.position_keys == "projected"
     return count + width * inner if has_r_proj else count
 
@@ -103,4 +105,5 @@ def min_cache(config: BaseModelConfig, memory_length: int, *, training: bool = F
     assert isinstance(config, RelativeConfig)
     hidden = training or (config.attend_empty_memory and config.norm_first)
     per_slot = config.d_model if hidden else 2 * config.n_heads * config.head_dim
-    return config.n_layers * memory_length * per_slot
+    num_ids = len(config.value_layers) if hidden else 0  # of tokens, for value embeddings
+    return memory_length * (config.n_layers * per_slot + num_ids)

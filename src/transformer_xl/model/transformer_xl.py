@@ -11,7 +11,8 @@ For each layer n, with the memory m of its inputs in earlier segments, which pas
     a = LayerNorm(h + softmax(A / sqrt(H)) v W_o)                      softmax over j <= i
     h = LayerNorm(a + ReLU(a W_1 + b_1) W_2 + b_2)                     the input of the next layer
 
-u and w are `content_bias` and `position_bias`, which the layers share; the paper calls w v. One layer is in
+With the setting value_embeddings some layers add E_n[token] sqrt(D) 2 sigmoid(g W_s) to v, of g the first channels. u
+and w are `content_bias` and `position_bias`, which the layers share; the paper calls w v. One layer is in
 `attention.py`, a memory in `memory.py`, embedding, softmax and losses in `language_model.py`, masks and encodings of
 distances in `relative.py`.
 
@@ -22,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
-from transformer_xl.model.attention import Layer, RelativeAttention
+from transformer_xl.model.attention import Layer, RelativeAttention, ValueEmbedding
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache, Memory
 from transformer_xl.model.relative import RelativeModel
@@ -107,12 +108,17 @@ class RelativeLanguageModel(RelativeModel, LanguageModel):
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         self.make_layers(self.attention_class)
+        for layer in config.value_layers:
+            cast(Layer, self.layers[layer]).attention.value_embedding = ValueEmbedding(config, config.vocab_size)
         self.init_weights()
 
     @override
     def init_weights(self) -> None:
         super().init_weights()
         self.init_biases()
+        for module in self.layers.modules():
+            if isinstance(module, ValueEmbedding):
+                module.init_weights()
 
     @override
     def run_layers(

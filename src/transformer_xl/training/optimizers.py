@@ -40,8 +40,8 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
     attention biases (the paper's u and v). Adam's L2 regularization applies to all weights.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
-    requires), and AdamW all other parameters, among them the narrow matrices of an adapter. Tables of n-grams that
-    have a learning rate of their own are updated by `RowRMSProp`.
+    requires), and AdamW all other parameters, among them the narrow matrices of an adapter and value embeddings.
+    Tables of n-grams that have a learning rate of their own are updated by `RowRMSProp`.
 
     Args:
         model: the model; parameters without `requires_grad` are left out.
@@ -59,7 +59,8 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
         if not parameter.requires_grad:
             continue
         factor, is_matrix = _rate_factor(name, len(model.layers), layer_rate_decay), parameter.ndim == 2
-        if config.has_muon and is_matrix and name.startswith("layers.") and ".lora_" not in name:
+        is_other = ".lora_" in name or ".value_embedding." in name
+        if config.has_muon and is_matrix and name.startswith("layers.") and not is_other:
             block_dim = int(name.endswith(("o_proj.weight", "down_proj.weight")))
             # encodings of distances have few directions: those without gradients would get rounding errors as updates
             has_bases = config.optimizer == "soap-muon" and not name.endswith("r_proj.weight")

@@ -221,6 +221,7 @@ def write(
         "qk_norm": False,
         "learned_attention_biases": True,
         "tie_key_projections": False,
+        "value_embeddings": False,
     }
     for name, expressible in expressible_values.items():
         if (value := getattr(model, name)) != expressible:

@@ -862,10 +862,24 @@ struct Decoder {
     for (int64_t h = 0; h < H; h++) to[h * stride] = narrow<T>(weight ? from[h] * scale * weight[h] : from[h]);
   }
 
+  static void add_to_values(A* v, const DecodedLayer& z, int64_t row) {
+    const int64_t H = z.attention.H;
+    const A *const x = static_cast<const A*>(z.x) + row * z.D, *const added = static_cast<const A*>(z.added) + row * z.inner();
+    A* const input = buffer<A>(kGrad, z.D);
+    z.norm_first ? layer_norm(input, x, z, 0) : void(std::memcpy(input, x, z.D * sizeof(A)));
+    for (int64_t n = 0; n < z.attention.N; n++) {
+      A sum = 0;
+      for (int64_t d = 0; d < z.gates; d++) sum += rounded(input[d]) * static_cast<const A*>(z.gate)[n * z.gates + d];
+      const A factor = rounded(2 * rounded(1 / (1 + std::exp(-rounded(sum)))));
+      for (int64_t i = n * H; i < (n + 1) * H; i++) v[i] = rounded(v[i] + rounded(factor * rounded(added[i])));
+    }
+  }
+
   static void split(const DecodedLayer& z, int64_t row) {
     const Attention& a = z.attention;
     const int64_t b = row / a.T, place = a.S - a.T + row % a.T;
-    const A* const from = static_cast<const A*>(z.result) + row * 3 * z.inner();
+    A* const from = static_cast<A*>(z.result) + row * 3 * z.inner();
+    if (z.added) add_to_values(from + 2 * z.inner(), z, row);
     for (int64_t n = 0; n < a.N; n++) {
       const A *const q = from + n * a.H, *const k = q + z.inner(), *const v = k + z.inner();
       write_head(a.q.template at<T>(0, row, n), a.q.h, q, z, 2);

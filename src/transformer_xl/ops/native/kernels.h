@@ -55,6 +55,8 @@ struct DecodedLayer {
   const void *up_bias, *down_bias;         // (F), (D)
   const void *weight[4], *bias[4];         // LayerNorm of attention and of feed-forward; RMSNorm of q and k, or null
   const void* from;          // (R, D), which becomes x
+  const void *added, *gate;  // (R, I) to new values, and (N, gates) that opens it by the input's first columns; or null
+  int64_t gates;             // columns of `gate`
   void *x, *input, *result;  // (R, D); what the matrices of a step multiply, (R, I) or (I, R); what they give, (R, O)
   float* input_scale;        // (R) of an input of 16 bits, which matrices of 8 bits multiply
   static constexpr int64_t kUnit = 16;     // rows of a matrix that one task multiplies

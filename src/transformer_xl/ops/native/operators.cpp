@@ -314,16 +314,18 @@ void compute(const std::vector<DecodedLayer>& layers, const Format& format, bool
 // q, k, v, o, up, down; biases of up and down; weight and bias of both LayerNorms; with qk_norm the weights of q and k;
 // and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys`
 // and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last T are written;
-// of `positions` (N, H, X) the last `num_distances` are read. Biases and positions have the dtype of keys.
+// of `positions` (N, H, X) the last `num_distances` are read. `added` (B, T, I), or nothing, is added to the new values
+// through `gates` (N, X).
+// Biases and positions have the dtype of keys.
 Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& biases, const std::vector<double>& eps,
                      bool norm_first, const Tensors& keys, const Tensors& values, const std::vector<int64_t>& ends,
                      int64_t num_keys, const Tensors& positions, int64_t num_distances, const OptionalTensor& valid,
-                     int64_t clamped) {
+                     int64_t clamped, const Tensors& added, const Tensors& gates) {
   const size_t L = keys.size(), per_layer = L ? weights.size() / L : 0;
   const bool has_scales = L && weights[0].scalar_type() == ScalarType::Char;
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
   require((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
-              eps.size() == 4 * L && values.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
+              eps.size() == 4 * L && values.size() == L && added.size() == L && gates.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
               keys[0].dim() == 4, "wrong number of tensors of layers");
   const int64_t B = x.size(0), T = x.size(1), R = B * T, D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
   const ScalarType key_type = keys[0].scalar_type();
@@ -384,6 +386,11 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
       if (num_vectors == 8) z.weight[2 + i] = check(own[12 + i], {H}, type);
     }
     std::copy_n(eps.begin() + 4 * layer, 4, z.eps);
+    if (added[layer].numel()) {
+      z.gates = gates[layer].size(-1), z.gate = check(gates[layer], {N, z.gates}, type);
+      z.added = check(added[layer], {B, T, I}, type);
+      require(z.gates <= D, "a gate of too many columns");
+    }
     z.from = previous, z.x = static_cast<char*>(states.data_ptr()) + static_cast<int64_t>(layer) * R * D * size;
     z.input = scratch.get() + starts[2], z.result = scratch.get() + starts[3], z.input_scale = input_scale.data();
     previous = z.x;
@@ -411,7 +418,7 @@ STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, int[] ends, int num_keys, Tensor[] positions, int num_distances, Tensor? valid, "
-      "int num_clamped) -> Tensor");
+      "int num_clamped, Tensor[] added, Tensor[] gates) -> Tensor");
   m.def("prepare(bool avx512, bool onednn) -> str");
 }
 STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CompositeImplicitAutograd, m) {
