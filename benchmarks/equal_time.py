@@ -98,7 +98,7 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]}  # Muon's
             for block in blocks
         ]
-        own, epochs = {"max_ngram": 1, **ngrams}, {} if ngrams else {"max_epochs": None}
+        own, epochs = {"max_ngram": 1, **ngrams, "value_embeddings": True}, {} if ngrams else {"max_epochs": None}
         ours = [
             {
                 "recipe": "fast-small",
