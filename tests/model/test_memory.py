@@ -10,6 +10,7 @@ import torch
 from tensors import assert_same_tensors
 
 from transformer_xl.config import UserError
+from transformer_xl.inference import prepare_inference
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, Memory
 
 BATCH, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2  # LENGTH: number of memory slots
@@ -108,8 +109,21 @@ def test_resized_keeps_the_newest_slots(num_tokens, length):
     assert after.all_valid == (min(num_tokens, 5) >= length)
 
 
-def test_stacked_tensors_have_the_tokens_of_n_grams(make_model, tokens):
-    model = make_model(max_ngram=5, ngram_buckets=97, d_ngram=3)
+@pytest.mark.parametrize("settings", [{"max_ngram": 5, "ngram_buckets": 97, "d_ngram": 3}, {"value_embeddings": True}])
+def test_stacked_tensors_have_the_tokens_of_other_embeddings(make_model, tokens, settings):
+    model = make_model(**settings)
     _, memory = model(tokens(2, 6))
     restored = model.initial_memory(2).with_stacked(memory.stacked())
     assert_same_tensors(restored.tensors(), memory.tensors())
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_memory_of_a_model_with_other_embeddings_is_refused(make_model, tokens, prepared):
+    """Also where both remember as many tokens."""
+    with_ngrams = make_model(max_ngram=2, ngram_buckets=97, d_ngram=3)
+    models = [with_ngrams, make_model(max_ngram=2, ngram_buckets=97, d_ngram=3, value_embeddings=True)]
+    for model, other in (models, models[::-1]):
+        used = prepare_inference(other) if prepared else other
+        _, memory = model(tokens(2, 6))
+        with pytest.raises(UserError, match="made by another model"):
+            used(tokens(2, 3), memory)

@@ -233,6 +233,7 @@ def word_runs(folder: Path, **model: Any) -> tuple[Path, Corpus]:
         {"cutoffs": (4, 7)},
         {"cutoffs": (4, 7), "div_val": 2},
         {"max_ngram": 3, "ngram_buckets": 11, "d_ngram": 5},
+        {"value_embeddings": True},
     ],
 )
 def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict[str, Any], tmp_path: Path) -> None:
@@ -266,7 +267,11 @@ def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict
                     mean_E = old_run.model.embedding.tables[0].mean(0)
                     torch.testing.assert_close(new.model.embedding.tables[0][index], mean_E)
         for name, tensor in old_run.model.state_dict().items():
-            if name.startswith(("layers.", "embedding.projections", "softmax.cluster", "content_bias")):
+            if name.endswith("value_embedding.table.weight"):
+                mean_E, table_VE = tensor.mean(0), new.model.state_dict()[name]
+                for word, row_E in zip(new_words, table_VE, strict=True):
+                    torch.testing.assert_close(row_E, tensor[old_words.index(word)] if word in shared else mean_E)
+            elif name.startswith(("layers.", "embedding.projections", "softmax.cluster", "content_bias")):
                 torch.testing.assert_close(new.model.state_dict()[name], tensor)
     assert [loss.text for loss in result.losses] == ["new"]
     assert result.losses[0].after < result.losses[0].before

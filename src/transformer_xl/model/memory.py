@@ -190,7 +190,7 @@ class Memory(Displayed, Generic[Cache]):
     def newest_ids(self, num_new: int) -> Tensor:
         """Return the ids of the T new tokens (B, T), as in `recent_BR`; of the memory that `embed` returned."""
         assert self.recent_BR is not None
-        return self.recent_BR[:, self.recent_BR.shape[1] - num_new :]
+        return self.recent_BR[:, self.recent_BR.shape[1] - num_new :].clone()
 
     def advance(
         self,
@@ -301,7 +301,7 @@ class Memory(Displayed, Generic[Cache]):
     def tensors(self) -> dict[str, Tensor]:
         """Return by name all tensors that a checkpoint contains: those of the caches, and the counts of tokens.
 
-        A model with n-gram embeddings also has `recent`.
+        A model with n-gram or value embeddings also has `recent`, and a layer with the latter `ids_LAYER` in training.
         """
         recent = {} if self.recent_BR is None else {"recent": self.recent_BR}
         return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B, **recent}
@@ -368,7 +368,7 @@ class HiddenCache(LayerCache):
 
 
 def _newest(old_BMX: Tensor, new_BTX: Tensor, lengths_B: Tensor | None) -> Tensor:
-    """Return the last M rows of [old ; new] in a tensor of their own; `lengths_B` as for `HiddenCache.append`."""
+    """Return the last M rows of [old ; new], `new` itself if it has M; `lengths_B` as for `HiddenCache.append`."""
     num_old, num_new = old_BMX.shape[1], new_BTX.shape[1]
     if lengths_B is not None:
         joined_BSX = torch.cat([old_BMX, new_BTX.to(old_BMX.dtype)], dim=1)
@@ -391,11 +391,14 @@ class HiddenMemory(Memory[HiddenCache]):
         Returns:
             `hidden`, the hidden states of all layers (B, L, M, D); `valid`, the number of filled slots (B,), which are
             the last ones; `position`, the number of tokens read since the last reset or start of an episode (B,); and
-            with n-gram embeddings `recent`, the tokens that they need (B, R).
+            with n-gram or value embeddings `recent`, the newest tokens (B, R); and with value embeddings `ids`, the
+            tokens of the slots, once for each layer that has them (B, layers, M).
         """
         hidden_BLMD = torch.stack([cache.hidden_BMD for cache in self.layers], dim=1)
         recent = {} if self.recent_BR is None else {"recent": self.recent_BR}
-        return {"hidden": hidden_BLMD, "valid": self.valid_B, "position": self.position_B, **recent}
+        ids_BM = [cache.ids_BM for cache in self.layers if cache.ids_BM is not None]
+        ids = {"ids": torch.stack(ids_BM, dim=1)} if ids_BM else {}
+        return {"hidden": hidden_BLMD, "valid": self.valid_B, "position": self.position_B, **recent, **ids}
 
     def with_stacked(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a memory with these tensors, which `stacked` returned, converted to its device and dtypes.
@@ -406,10 +409,11 @@ class HiddenMemory(Memory[HiddenCache]):
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        others = {name: tensor for name, tensor in tensors.items() if name != "hidden"}
-        layers = tensors["hidden"].unbind(1) if "hidden" in tensors else ()
-        hidden = {f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(layers)}
-        return self.with_tensors({**hidden, **others})
+        others = {name: tensor for name, tensor in tensors.items() if name not in ("hidden", "ids")}
+        hidden, ids = (tensors[name].unbind(1) if name in tensors else () for name in ("hidden", "ids"))
+        with_ids = [i for i, cache in enumerate(self.layers) if cache.ids_BM is not None]
+        others |= {f"ids_{i}": ids_BM for i, ids_BM in zip(with_ids, ids, strict=False)}
+        return self.with_tensors({f"hidden_{i}": hidden_BMD for i, hidden_BMD in enumerate(hidden)} | others)
 
 
 def last_starts(starts_BT: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeLayerConfig, check_type
+from transformer_xl.config import RelativeLayerConfig, UserError, check_type
 from transformer_xl.model.attention import (
     AttentionContext,
     Biases,
@@ -103,6 +103,14 @@ class RelativeModel(ModelWithMemory):
         return KeyValueMemory.empty(
             caches, batch_size, limits, zeros_BNMH.device, num_recent=self.num_recent, owner=self.owner
         )
+
+    @override
+    def check_memory(self, memory: Memory | None, batch_size: int) -> Memory:
+        memory = super().check_memory(memory, batch_size)
+        for index, cache in enumerate(memory.layers):
+            if isinstance(cache, HiddenCache) and (cache.ids_BM is not None) != (index in self.config.value_layers):
+                raise UserError("this memory was made by another model; start with initial_memory")
+        return memory
 
     def attention_context(
         self,

@@ -5,6 +5,7 @@ Shape suffixes: V tokens of the new vocabulary (or of a cluster), E embedding wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -21,8 +22,10 @@ from transformer_xl.run import Run
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 
-# Names of weights with a row for each token: the softmax's biases, and the auxiliary losses of al-rfou.
-_ONE_ROW_PER_TOKEN = "softmax.bias", "next_heads.", "second_heads."
+# Names of weights with a row for each token: the softmax's biases, the auxiliary losses of al-rfou, value embeddings.
+_ONE_ROW_PER_TOKEN = re.compile(
+    r"softmax\.bias|next_heads\.|second_heads\.|layers\.\d+\.attention\.value_embedding\.table\."
+)
 
 
 def old_ids(base: Run, corpus: Corpus) -> npt.NDArray[np.int64] | None:
@@ -68,7 +71,7 @@ def first_weights(
     new = model.state_dict()
     old_ids_V = torch.from_numpy(old_of_V)
     for name, tensor in new.items():
-        if name.startswith(_ONE_ROW_PER_TOKEN):
+        if _ONE_ROW_PER_TOKEN.match(name):
             tensor.copy_(_rows_of_tokens(weights[name], old_ids_V))
         elif name in weights and not name.startswith(("embedding.tables.", "softmax.tables.", "ngrams.tables.")):
             # without some of the cutoffs, weights of the first clusters are left
