@@ -325,7 +325,8 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
   const bool has_scales = L && weights[0].scalar_type() == ScalarType::Char;
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
   require((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
-              eps.size() == 4 * L && values.size() == L && added.size() == L && gates.size() == L && ends.size() == L && positions.size() == L && x.dim() == 3 &&
+              eps.size() == 4 * L && values.size() == L && added.size() == L && gates.size() == L &&
+              ends.size() == L && positions.size() == L && x.dim() == 3 &&
               keys[0].dim() == 4, "wrong number of tensors of layers");
   const int64_t B = x.size(0), T = x.size(1), R = B * T, D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
   const ScalarType key_type = keys[0].scalar_type();
