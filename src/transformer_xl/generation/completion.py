@@ -102,10 +102,9 @@ class CompletionBuilder:
         """Return another builder in the same state, for another sample of the same prompt."""
         return deepcopy(self, {id(shared): shared for shared in (self._tokenizer, self._config)})
 
-    @property
-    def num_held_back(self) -> int:
-        """Number of characters that are decoded, but could be the beginning of a stop string."""
-        return len(self._held_back)
+    def num_held_back(self, token_id: int) -> int:
+        """Return how many characters are held back and would be before the text of the next token."""
+        return len(self._held_back) + self._decoder.num_ended_by(token_id)
 
     def add(self, token: GeneratedToken) -> str:
         """Add the next token, and return the text that no later token can change or make part of a stop string."""

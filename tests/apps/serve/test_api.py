@@ -117,6 +117,19 @@ def test_token_ids_and_names(run: Run, gpt: openai.OpenAI) -> None:
     assert answer.choices[1].text == "b"
 
 
+def test_offsets_of_tokens_after_bytes_that_are_no_character(run: Run, client: httpx2.Client) -> None:
+    """In the prompt and in what is generated, from random weights; bytes of one character begin where it begins."""
+    ids = [0xC3, 0x61, 0xE2, 0x80, 0xA6, 0xF0, 0x80, 0xFF, 0xC3, 0xC3, 0xB6, 0x62]
+    body = {"prompt": ids, "max_tokens": 60, "echo": True, "logprobs": 0, "stop": ["\n\n", "aa"]}
+    (choice,) = completion_of(client, **body)["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"].startswith("\ufffda\u2026\ufffd\ufffd\ufffd\ufffd\u00f6b")
+    assert logprobs["text_offset"][: len(ids)] == [0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 7, 8]
+    seen = [pair for pair in zip(logprobs["tokens"], logprobs["text_offset"], strict=True) if len(pair[0]) == 1]
+    assert len(seen) > 15
+    assert all(choice["text"].startswith(token, offset) for token, offset in seen)
+
+
 def test_best_of_returns_the_most_likely_samples(run: Run, gpt: openai.OpenAI) -> None:
     answer = gpt.completions.create(model="tiny", prompt="a", n=2, best_of=6, max_tokens=9, seed=3)
     samples = generate(run, ["a"], num_samples=6, max_new_tokens=9, seed=3, top_k=None, logprobs=True)

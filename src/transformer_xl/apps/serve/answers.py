@@ -172,7 +172,7 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
     """Return the index of the character where the text of each token begins."""
     decoder, offsets, length = tokenizer.stream_decoder(), list[int](), 0
     for token_id in token_ids:
-        offsets.append(length)
+        offsets.append(length + decoder.num_ended_by(token_id))
         length += len(decoder.push(token_id))
     return offsets
 

@@ -255,7 +255,7 @@ class Sample:
             why the sample has ended, or None if it goes on.
         """
         builder, job = self.builder, self.job
-        begin = self.num_characters + builder.num_held_back
+        begin = self.num_characters + builder.num_held_back(token_id)
         self.newest = token_id
         is_eos = token_id in job.config.eos_token_ids
         text = builder.add(GeneratedToken(self.index, token_id, None, is_eos=is_eos))

@@ -90,6 +90,10 @@ class StreamDecoder(Protocol):
     def finish(self) -> str:
         """Return the withheld text after the last token; an incomplete character becomes U+FFFD."""
 
+    def num_ended_by(self, token: int) -> int:
+        """Return how many withheld characters would end before this token, which does not continue them."""
+        return 0
+
 
 class Tokenizer(Displayed, ABC):
     """Converts text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
@@ -301,7 +305,7 @@ class ByteLevelTokenizer(Tokenizer):
         return _Utf8StreamDecoder(self)
 
 
-class _Utf8StreamDecoder:
+class _Utf8StreamDecoder(StreamDecoder):
     """Decodes tokens that represent bytes, and withholds a UTF-8 character until it is complete."""
 
     def __init__(self, tokenizer: ByteLevelTokenizer) -> None:
@@ -321,6 +325,15 @@ class _Utf8StreamDecoder:
     def finish(self) -> str:
         """Return U+FFFD if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
+
+    @override
+    def num_ended_by(self, token: int) -> int:
+        withheld, _ = self._decoder.getstate()
+        try:
+            codecs.utf_8_decode(withheld + self._tokenizer.token_bytes[token][:1])
+        except UnicodeDecodeError:
+            return len(withheld.decode("utf-8", errors="replace"))
+        return 0
 
 
 def words_at(chunk: bytes, starts_T: npt.NDArray[np.int64], ends_T: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

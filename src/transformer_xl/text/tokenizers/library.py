@@ -26,7 +26,15 @@ from typing_extensions import override
 
 from transformer_xl.config.extras import missing_extra
 from transformer_xl.text.tokenizers import bpe
-from transformer_xl.text.tokenizers.base import EncodedChunk, NamedToken, Tokenizer, decode_utf8, token_dtype, words_at
+from transformer_xl.text.tokenizers.base import (
+    EncodedChunk,
+    NamedToken,
+    StreamDecoder,
+    Tokenizer,
+    decode_utf8,
+    token_dtype,
+    words_at,
+)
 
 LibraryName = Literal["tokenizers", "sentencepiece", "xlnet"]
 """xlnet: sentencepiece, between the rules of XLNet's code (`_xlnet`)."""
@@ -268,7 +276,7 @@ class LibraryTokenizer(Tokenizer):
         return tokenizer
 
 
-class _LineDecoder:
+class _LineDecoder(StreamDecoder):
     """Decodes tokens one at a time, each line as the library does, and withholds incomplete characters."""
 
     def __init__(self, tokenizer: LibraryTokenizer, library: _Library) -> None:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Literal
 
 from transformer_xl.text.tokenizers import moses, punctuation
-from transformer_xl.text.tokenizers.base import EncodingError, Tokenizer, decode_utf8
+from transformer_xl.text.tokenizers.base import EncodingError, StreamDecoder, Tokenizer, decode_utf8
 from transformer_xl.text.tokenizers.chunking import last_whitespace
 
 PreTokenizerName = Literal["whitespace", "punctuation", "moses"]
@@ -106,7 +106,7 @@ class PreTokenizer:
         return WhitespaceDetokenizer() if self.name == "whitespace" else punctuation.PunctuationDetokenizer()
 
 
-class WordStreamDecoder:
+class WordStreamDecoder(StreamDecoder):
     """Decodes tokens that represent words; the end-of-sequence token ends a line.
 
     Args:
