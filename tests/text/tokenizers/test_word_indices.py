@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, moses
 from transformer_xl.text.tokenizers.bpe import train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -89,6 +90,18 @@ def test_every_word_has_a_part(name, parts: list[str]) -> None:
     for index, part in enumerate(line.encode().decode().split(" ")):
         own = "".join(word for word, of in zip(words, indices, strict=True) if of == index)
         assert [one for one in own if one.isalpha()] == [one for one in part if one.isalpha()]
+
+
+def test_words_of_ascii_letters_are_split_with_their_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To split each of a long text takes seconds; other letters, of which each word is split, have the same indices."""
+    split_line, lines = moses.split_line, list[str]()
+    monkeypatch.setattr(moses, "split_line", lambda line: lines.append(line) or split_line(line))
+    line = "Then <unk> said 'so , ( 5 % of it ) . Mr X. is \"No. 1\" of them : don't ''a'' . " * 9
+    pre_tokenizer = PreTokenizer("moses")
+    indices = pre_tokenizer.word_indices(line.encode())
+    num_others = sum(not part.isalpha() for part in line.split())
+    assert len(lines) == 1 + 2 * num_others
+    assert pre_tokenizer.word_indices(re.sub(r"(?<!\S)[A-Za-z]+(?!\S)", "\\g<0>\u00e9", line).encode()) == indices
 
 
 def test_words_that_become_one_are_refused() -> None:

@@ -88,6 +88,11 @@ class PreTokenizer:
         parts, words, indices = line.split(), list[bytes](), list[int]()
         before = b""
         for index, (part, following) in enumerate(zip_longest(parts, parts[1:], fillvalue=b"")):
+            if part.isalpha():  # ASCII letters stay whole, and to what is around them are as any others
+                words.append(part)
+                indices.append(index)
+                before = b"a"
+                continue
             # the words of a part depend on the next part, and on whether it begins the line or follows a special token
             end_of_part = b"<unk>" if part.endswith(moses.SPECIAL_TOKENS) else b"a"
             both = self._split_line(b" ".join([before, part, following]))[len(before.split()) :]
