@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from servers import make_run, running
 
 from transformer_xl.apps.serve import app, connections
-from transformer_xl.apps.serve.answers import text_offsets
+from transformer_xl.apps.serve.answers import TokenNames, text_offsets
 from transformer_xl.apps.serve.config import ServerConfig
 from transformer_xl.apps.serve.engine import QueueFullError
 from transformer_xl.apps.serve.guard import owner_of
@@ -314,6 +315,26 @@ def test_key_that_asks_for_much_leaves_others_their_share(run: Run, tmp_path: Pa
             assert answer.status_code == 200, answer.text
         assert runner.engine.num_waiting == 8
         assert len(runner.engine._running) == 4
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "abc"}), ("/detokenize", {"tokens": [5]})])
+def test_texts_of_a_key_leave_threads_to_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """To name the tokens of a long text takes seconds, and all requests share the threads in which that is done."""
+    in_place, now, most = TokenNames.in_place, list[int](), list[int]()
+
+    def noted(names: TokenNames, ids: list[int]) -> list[str]:
+        now.append(1)
+        most.append(len(now))
+        time.sleep(0.1)
+        now.pop()
+        return in_place(names, ids)
+
+    monkeypatch.setattr(TokenNames, "in_place", noted)
+    with running({"tiny": run}) as (client, _), ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(lambda _: client.post(path, json=body).status_code, range(8))]
+    assert (answers, max(most)) == ([200] * 8, 2)
 
 
 def test_request_for_many_samples_leaves_others_of_its_key_some_rows(run: Run) -> None:

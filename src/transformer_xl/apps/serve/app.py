@@ -105,8 +105,12 @@ def build_app(runner: RequestRunner) -> FastAPI:
         return _model_entry(runner, runner.model(name).name, created)
 
     @app.post("/tokenize")
-    def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Return the token ids of a text."""
+        async with runner.threads[request.state.owner]:
+            return await run_in_threadpool(encoded, body)
+
+    def encoded(body: TokenizeBody) -> Response:
         served = runner.model(body.model)
         tokenizer = served.run.tokenizer
         ids = tokenizer.encode(body.prompt).tolist()
@@ -118,8 +122,12 @@ def build_app(runner: RequestRunner) -> FastAPI:
         return LargeAnswer({"count": len(ids), "tokens": ids, "token_strs": strings})
 
     @app.post("/detokenize")
-    def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """Return the text of token ids, whole and of each token."""
+        async with runner.threads[request.state.owner]:
+            return await run_in_threadpool(decoded, body)
+
+    def decoded(body: DetokenizeBody) -> Response:
         served = runner.model(body.model)
         tokenizer = served.run.tokenizer
         runner.check_prompt(len(body.tokens))
