@@ -165,6 +165,27 @@ def test_stream_gets_pieces_no_more_often_than_there_is_time_for(
     assert offsets == sorted(offsets)
 
 
+def test_stream_does_not_wait_for_the_step_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_MAX_NEWS", 1e9)
+    monkeypatch.setattr(engine_module, "_MIN_PAUSE", 0.0)
+    run = make_run(tmp_path / "run")
+    fast, slow = ServedModel("fast", run), ServedModel("slow", run)
+    engine, step, untold = Engine([fast, slow]), Engine._step, list[bool]()
+    (job, listener), (other, end) = make_job(fast, TEXTS[0], 60, streams=True), make_job(slow, TEXTS[0], 50)
+
+    def noted(engine: Engine, served: ServedModel, batch: Any) -> None:
+        if served is slow:
+            untold.append(job.has_news)
+        step(engine, served, batch)
+
+    monkeypatch.setattr(Engine, "_step", noted)
+    engine.submit(job, other)  # before it starts, so that both begin in one round
+    engine.start()
+    assert [isinstance(one.wait()[-1], Finished) for one in (listener, end)] == [True, True]
+    engine.stop()
+    assert untold == [False] * 49
+
+
 def test_jobs_that_do_not_stream_leave_streams_as_they_are(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second whenever it is read."""
     seconds = count()

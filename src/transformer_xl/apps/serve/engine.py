@@ -206,9 +206,9 @@ class Engine:
                     is_whole = True
                 if not is_whole:  # a failed step may have written a part of the memory, and all its jobs have ended
                     del self._batches[key]
+                self._tell_streams()  # now, as the step of the next model may take long
             if not len(batch):
                 self._keep_empty(key)
-        self._tell_streams()
 
     def _read_slice(self) -> None:
         """Read a slice of the prompt whose turn it is."""
