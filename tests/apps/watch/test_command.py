@@ -24,6 +24,8 @@ from refusals import assert_refused, txl
 from small_runs import make_run
 
 from transformer_xl import load
+from transformer_xl.apps.watch import live
+from transformer_xl.apps.watch.live import SocketText
 from transformer_xl.cli.main import run
 from transformer_xl.evaluation.score import score
 from transformer_xl.evaluation.stream import ScoredTokens, SurprisalStream
@@ -253,6 +255,29 @@ def test_lines_that_a_second_signal_keeps_from_being_printed_are_in_the_state(
     found = records(output.getvalue()) + records(second.out)
     assert [record["bits"] for record in found] == pytest.approx(expected_bits(LOG.encode()), rel=1e-5)
     assert [record["text"] for record in found] == LOG.splitlines()
+
+
+class FilledSocket(SocketText):
+    """A socket to which programs have written more than is read at once."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        for line in (LOG * 20).splitlines(keepends=True):
+            self._lines.put(line.encode())
+
+
+def test_lines_that_a_socket_has_received_are_in_the_state(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Where nobody reads what is printed; programs will not write them again."""
+    monkeypatch.setattr(live, "SocketText", FilledSocket)
+    words = ["watch", "run", "--json", "--state", str(tmp_path / "state")]
+    with contextlib.redirect_stdout(StuckOutput()) as output, pytest.raises(SystemExit, match="130"):
+        run([*words, "--socket", str(tmp_path / "s")])
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        second = txl(*words)
+    found = records(output.getvalue()) + records(second.out)
+    assert [record["text"] for record in found] == (LOG * 20).splitlines()
+    assert [record["bits"] for record in found] == pytest.approx(expected_bits((LOG * 20).encode()), rel=1e-5)
 
 
 def test_a_second_signal_does_not_interrupt_the_reading_of_a_block(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -166,6 +166,9 @@ def watch(
                     stop.is_printing = False
     finally:  # also where standard output was closed
         if state is not None:
+            if received := source.rest():  # which comes first next time
+                with suppress(UserError):  # what cannot be encoded must not keep the state from being saved
+                    next(lines.report(lines.read(received)), None)
             alarm = {"score": name, "threshold": limit}
             stream.save(state, {"lines": lines.state(), "position": source.position(), **alarm})
         source.close()
