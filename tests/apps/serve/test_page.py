@@ -331,6 +331,23 @@ def test_text_is_as_it_was_typed_where_tokens_do_not_restore_it(open_page, tmp_p
         tab.close()
 
 
+def test_white_space_that_is_typed_first_stays(open_page, tmp_path: Path) -> None:
+    """Alone it has no token of a word tokenizer with which it could be kept."""
+    with running({"tiny": make_run(tmp_path / "run", tokenizer=LOSSY["word"])}) as (client, _):
+        tab = open_page(str(client.base_url).rstrip("/"))
+        tab.locator("#note:visible").wait_for()
+        tab.focus("#text")
+        with tab.expect_response("**/tokenize"):
+            tab.keyboard.insert_text(" \t ")
+        tab.wait_for_timeout(100)  # until the page has read the answer
+        assert text_of(tab) == " \t "
+        tab.keyboard.press("Backspace")
+        write(tab, "the")
+        assert text_of(tab) == " \tthe"
+        assert ids_of(tab) == LOSSY["word"].encode("the").tolist()
+        tab.close()
+
+
 def test_long_text_is_read_in_parts_and_again_without_the_server(tab, served, run: Run) -> None:
     """The sums are those of one reading; sessions are only what saves reading again."""
     for session in served[0].get("/v1/sessions").json()["data"]:

@@ -419,7 +419,7 @@ function type(start, end, inserted) {
 
 // Give the draft its tokens, and read them.
 async function readDraft() {
-  await tokenized();
+  await tokenized(true);
   await readAll();
 }
 
@@ -460,7 +460,8 @@ async function tokenizeInLine({ first, last, value }) {
   }
 }
 
-async function tokenized() {
+// Give the draft its tokens. White space alone may have none: while the user is typing, it stays a draft then.
+async function tokenized(isTyping = false) {
   clearTimeout(typing);
   while (draft) {
     const own = draft;
@@ -468,6 +469,7 @@ async function tokenized() {
       : { ...own, ...own.value ? await tokenize(own.value) : { ids: [], texts: undefined } };
     if (model.is_lossless) await fetchNames(ids);
     if (draft !== own) continue; // more was typed meanwhile
+    if (isTyping && value && !ids.length && !text.length) return;
     draft = null;
     work.revive(text.spans);
     replace(first, last, ids, texts);
