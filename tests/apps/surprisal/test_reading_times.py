@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from library_tokenizers import word_piece
 
 from transformer_xl.apps.surprisal.reading_time_config import TableLayout
 from transformer_xl.apps.surprisal.reading_times import (
@@ -22,6 +25,8 @@ from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.sources.items import TextItem
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.library import LibraryTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 HEADER = "reader,item,word_number,word,time"
@@ -160,10 +165,13 @@ def test_bytes_that_are_not_utf8_are_refused() -> None:
         read(table("a,1,1,caf@,300").replace(b"@", b"\xe9"))
 
 
-WORD = WordTokenizer(("<eos>", "<unk>", "The", "the", "dog,"), eos_token="<eos>", unk_token="<unk>")
+WORDS = ("<eos>", "<unk>", "The", "the", "dog,", "dog", ",")
+WORD = WordTokenizer(WORDS, eos_token="<eos>", unk_token="<unk>")
+MOSES = replace(WORD, pre_tokenizer=PreTokenizer("moses"))
+WORD_PIECE = LibraryTokenizer("tokenizers", json.dumps(word_piece()))
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WORD], ids=["byte", "word"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), WORD, MOSES], ids=["byte", "word", "moses"])
 def test_words_of_a_corpus_are_counted(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read at once; without case and punctuation at the ends. No word goes on in the next document."""
     texts = [b"The dog, the\n\ndog,", b"the The", b"dog,"]
@@ -172,6 +180,15 @@ def test_words_of_a_corpus_are_counted(tokenizer: Tokenizer, tmp_path: Path, mon
     for size in (1, 2, 7, 1000):
         monkeypatch.setattr(metrics, "_TOKENS_PER_CHUNK", size)
         assert corpus_word_counts(corpus) == {"the": 4, "dog": 3}
+
+
+def test_words_of_several_tokens_are_counted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is read at once begins within a word, and the tokenizer of another library lost its spaces."""
+    splits = {"train": [Document("train", [text]) for text in (b"the cats sat\ncats", b"cats here")]}
+    corpus = write_corpus(tmp_path / "corpus", splits, name="tiny", source="a test", tokenizer=WORD_PIECE)
+    for size in (1, 2, 7, 1000):
+        monkeypatch.setattr(metrics, "_TOKENS_PER_CHUNK", size)
+        assert corpus_word_counts(corpus) == {"the": 1, "cats": 3, "sat": 1, "here": 1}
 
 
 def test_words_of_a_table_are_counted() -> None:

@@ -219,13 +219,18 @@ def corpus_word_counts(corpus: Corpus) -> Counter[str]:
     tokenizer, counts, rest = corpus.tokenizer, Counter[bytes](), b""
     if not tokenizer.is_text:
         raise UserError("the tokens of the corpus are no text, so words have no frequencies; give a table: frequencies")
-    split = corpus.split("train")
+    split, decoder = corpus.split("train"), tokenizer.stream_decoder()
     for chunk_K, is_start in chunks(split.tokens, split.document_starts):
-        content = rest + b" " * is_start + tokenizer.decode_bytes(chunk_K) + (b"" if tokenizer.is_lossless else b" ")
+        if is_start:
+            rest, decoder = rest + decoder.finish().encode() + b" ", tokenizer.stream_decoder()
+        if tokenizer.is_lossless:
+            content = rest + tokenizer.decode_bytes(chunk_K)
+        else:  # whether a token begins a word can depend on the tokens before it, which the chunk alone lacks
+            content = rest + "".join(map(decoder.push, chunk_K.tolist())).encode()
         words = content.split()
         rest = words.pop() if words and not content[-1:].isspace() else b""
         counts.update(words)
-    counts.update([rest] if rest else [])
+    counts.update((rest + decoder.finish().encode()).split())
     return _bare_counts((word.decode("utf-8", errors="replace"), count) for word, count in counts.items())
 
 
