@@ -172,6 +172,7 @@ def test_no_reset_memory_scores_files_as_one_text(folder: Path, run: Run) -> Non
     [
         *(("learns", f"score RUN plain.txt --json --per {per}") for per in ("token", "word")),
         ("windows", "score RUN plain.txt --json --memory-length 8 --attention-window none"),
+        ("windows", "score RUN plain.txt --json --per word --sweep-memory-length 8,5 --attention-window none"),
         ("learns", "minimal-pairs RUN pairs.jsonl --json"),
         ("windows", "minimal-pairs RUN pairs.jsonl --json --attention-window none"),
     ],

@@ -108,14 +108,14 @@ def score(
         items = read_all_items(contents, word_options)
     device = device_options.choose()
     loaded = load_and_say(run, device, checkpoint)
-    plan = EvaluationPlan.for_texts(loaded, config)
-    if not both_sides:
-        say_method(loaded.config, plan.method)
     if per == "word":
         from transformer_xl.apps.surprisal.command import score_words
 
         score_words(loaded, items, config, word_options, json=json)
         return
+    plan = EvaluationPlan.for_texts(loaded, config)
+    if not both_sides:
+        say_method(loaded.config, plan.method)
     say_memory_length(loaded, plan)
     for warning in plan.warnings(device):
         note(warning)

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import WordOptions, parse_integers
-from transformer_xl.cli.output import print_csv, print_json, print_table, printed_before_files, say_unknown
+from transformer_xl.cli.output import (
+    print_csv,
+    print_json,
+    print_table,
+    printed_before_files,
+    say_method,
+    say_unknown,
+)
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -53,6 +60,9 @@ def score_words(run: Run, items: list[TextItem], config: EvaluationConfig, optio
         lengths = parse_integers("--sweep-memory-length", options.sweep_memory_length, minimum=0)
     device = next(run.model.parameters()).device
     plans = surprisal_plans(run, config, lengths)
+    if config.method != "both-sides":
+        for method in dict.fromkeys(plan.method for plan in plans.values()):
+            say_method(run.config, method)
     for warning in dict.fromkeys(warning for plan in plans.values() for warning in plan.warnings(device)):
         note(warning)
     say_unknown(run.tokenizer, ["\n".join(item.text for item in items)])
