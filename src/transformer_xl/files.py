@@ -126,11 +126,14 @@ def check_new_file(path: Path) -> None:
     """Check that a file can be created at a path, before its contents are computed.
 
     Raises:
-        UserError: something exists there, its folder does not exist, or the file system refuses to look.
+        UserError: something exists there, its folder does not exist or is read-only, or the file system refuses to
+            look.
     """
     check_is_new(path)
     if not path.absolute().parent.is_dir():
         raise UserError(f"{path}: folder {path.parent} does not exist; create it, or choose another path")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"{path}: folder {path.parent} is read-only; choose another path")
 
 
 @contextmanager

@@ -192,6 +192,16 @@ def test_options_of_words_are_refused_elsewhere(folder: Path, flag: str, capfd: 
     assert_refused(folder, f"score run text.txt {flag}", message, capfd)
 
 
+def test_a_plot_in_a_read_only_folder_is_refused_before_the_table_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write to any folder, so the answer of the system is replaced."""
+    (folder / "kept").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != folder / "kept")
+    words = "score run text.txt --per word --out a.csv --plot kept/a.svg"
+    assert_refused(folder, words, "kept/a.svg: folder kept is read-only; choose another path", capfd)
+
+
 def test_a_full_disk_leaves_no_file(folder: Path, monkeypatch, capfd: pytest.CaptureFixture[str]) -> None:
     with monkeypatch.context() as patch:
         full_after(0, patch)
