@@ -1,4 +1,4 @@
-"""Measures the loss of runs by memory length, and draws it beside models without memory, in docs/memory.svg.
+"""Measures the loss of runs by memory length, and draws it in docs/memory.svg.
 
     for seed in 1 2 3; do
       txl train fast-base --corpus corpora/python-stdlib --run runs/seed-$seed --train.seed $seed
@@ -6,9 +6,7 @@
     python benchmarks/memory_length.py runs/seed-1 runs/seed-2 runs/seed-3
     python benchmarks/memory_length.py    # only draws
 
-The models without memory were trained for 300 seconds on the same text, and scored on the same part of the test text,
-each token with at least seven eighths of a block before it, by equal_time.py as it was at the commit that their file
-names. The runs are of one recipe and differ in their seed.
+The runs are of one recipe and differ in their seed.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from chart import BLACK, BLUE, GREEN, HERE, ORANGE, set_style
+from chart import BLACK, BLUE, HERE, set_style
 from environment import commit
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 LENGTHS = (0, 16, 32, 64, 128, 256, 512, 1024)
-PEER_SECONDS = 300
 TOKENS = 65_536  # of the test text
-RESULTS, PEERS = (HERE / "results" / name for name in ("memory-length.json", "memory-length-peers.json"))
+RESULTS = HERE / "results" / "memory-length.json"
 
 
 def measure(folders: list[Path]) -> dict[str, Any]:
@@ -58,13 +55,12 @@ def measure(folders: list[Path]) -> dict[str, Any]:
     }
 
 
-def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
-    """Return the chart: mean and range of the runs by memory length, and of each model without memory as a band.
+def draw(results: dict[str, Any]) -> Figure:
+    """Return the chart: mean and range of the runs by memory length.
 
     The lengths end with the first whose values are those of all longer ones. It is small, so that labels stay readable
     where a phone makes it smaller still.
     """
-    assert peers["text_sha256"] == results["train_sha256"], "not the same text"
     lengths, values = map(list, zip(*results["bits_per_byte"].items(), strict=True))
     last = values.index(values[-1])
     labels = [f"{int(length):,}" for length in lengths[: last + 1]]
@@ -73,13 +69,8 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     values = values[: last + 1]
     places, means = range(last + 1), [math.fsum(runs) / len(runs) for runs in values]
     trained = lengths.index(str(results["trained_memory_length"]))
-    figure = Figure(figsize=(5.2, 4.0), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    for name, label, color in (("nanogpt", "nanoGPT", GREEN), ("gpt2", "GPT-2", ORANGE)):
-        row = next(row for row in peers["models"] if row["contestant"] == name)
-        axes.axhspan(*row["range"], color=color, alpha=0.4, linewidth=0)
-        text = f"{label}, no memory, {PEER_SECONDS // 60} minutes, blocks of {row['context']}"
-        axes.text(places[-1], row["range"][1] + 0.006, text, ha="right", color="0.2", fontsize=11)
     axes.fill_between(places, list(map(min, values)), list(map(max, values)), color=BLUE, alpha=0.3, linewidth=0)
     axes.plot(places, means, "-o", color=BLUE, markersize=6)
     for place, mean in zip(places, means, strict=True):
@@ -90,27 +81,27 @@ def draw(results: dict[str, Any], peers: dict[str, Any]) -> Figure:
     axes.set_xticks(places, labels, fontsize=11)
     axes.tick_params(axis="y", labelsize=11)
     low, high = axes.get_ylim()
-    axes.set_ylim(min(means) - 0.12 * (high - low), high + 0.04)
+    axes.set_ylim(min(means) - 0.16 * (high - low), high)
     axes.set_title(
         f"{lengths[trained]} bytes of memory save {means[0] - means[trained]:.2f} bits per byte", fontsize=13
     )
     axes.set_xlabel(f"memory in bytes, beside the segment of {results['segment_length']}", fontsize=11)
-    axes.set_ylabel(f"test bits per byte, {len(results['seeds'])} seeds of {results['recipe']}", fontsize=11)
+    axes.set_ylabel(f"bits per byte, {len(results['seeds'])} seeds", fontsize=11)
     set_style(axes, "both")
     return figure
 
 
 def main() -> None:
     """Measure the runs that are given, and draw."""
-    parser = argparse.ArgumentParser(description="Draws the loss by memory length beside models without memory.")
+    parser = argparse.ArgumentParser(description="Draws the loss by memory length.")
     parser.add_argument("runs", type=Path, nargs="*", help="runs to measure before drawing")
     args = parser.parse_args()
     if args.runs:
         RESULTS.write_text(json.dumps(measure(args.runs), indent=1) + "\n", encoding="utf-8")
-    results, peers = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, PEERS))
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     print({length: [round(value, 4) for value in runs] for length, runs in results["bits_per_byte"].items()})
     mpl.rcParams["svg.hashsalt"] = "transformer-xl"  # otherwise SVG ids are random
-    FigureCanvasSVG(draw(results, peers)).print_svg(HERE.parent / "docs" / "memory.svg", metadata={"Date": None})
+    FigureCanvasSVG(draw(results)).print_svg(HERE.parent / "docs" / "memory.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
