@@ -80,14 +80,16 @@ def layer_weights(weights, index):
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
-def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm, added=0):
+def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm, added=0, key_offset=False):
     """Return the output (B, T, D) of a layer with these weights, of x (B, T, D) after memory (B, M, D).
 
     The other arguments are those of `attention`; pre_norm applies LayerNorm at the start of each residual branch;
-    added (B, M + T, N, H) is added to the values, through a gate if the layer has one.
+    added (B, M + T, N, H) is added to the values, through a gate if the layer has one; with key_offset memory is
+    (B, M + 1, D), and half of each key is that of the token before, or 0 where none is (whose state is 0).
     """
     norm = layer["attention.norm.weight"], layer["attention.norm.bias"]
     context = torch.cat([memory, x], dim=1)
+    is_token = (context != 0).any(-1)
     context = layer_norm(context, *norm) if pre_norm else context
     q, k, v = (
         (states @ layer[f"attention.{name}.weight"].T).unflatten(-1, u.shape)
@@ -95,6 +97,10 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm,
     )
     if "attention.q_norm.weight" in layer:
         q, k = rms_norm(q, layer["attention.q_norm.weight"]), rms_norm(k, layer["attention.k_norm.weight"])
+    if key_offset:
+        before, first = k[:, :-1] * is_token[:, :-1, None, None], math.ceil(u.shape[1] / 2)
+        k = torch.stack([(k[:, 1:] if h < first else before)[..., h] for h in range(u.shape[1])], dim=-1)
+        context, v = context[:, 1:], v[:, 1:]
     if "attention.value_embedding.gate" in layer:
         gate = layer["attention.value_embedding.gate"]
         v = v + 2 * torch.sigmoid(context[..., : gate.shape[1]] @ gate.T)[..., None] * added
@@ -162,11 +168,12 @@ def forward(weights, settings, tokens, memory, valid, earlier=None):
     """Return the logits (B, T, V) of one segment, the new memory, and the new numbers of valid slots.
 
     Arguments: weights, the state dict in float64; settings, a dictionary of pre_norm, tied (all layers share the
-    attention biases), window (attention window or None) and clamp (clamp length or None); tokens (B, T); memory, a list
-    of L tensors (B, M, D); valid, the number of valid slots of each batch row; earlier, as for `embed`.
+    attention biases), window (attention window or None), clamp (clamp length or None) and, if so, key_offset; tokens
+    (B, T); memory, a list of L tensors (B, M, D), with key_offset (B, M + 1, D); valid, the number of valid slots of
+    each batch row; earlier, as for `embed`.
     """
-    x, new_memory = embed(weights, tokens, earlier), []
-    num_memory, num_new = memory[0].shape[1], tokens.shape[1]
+    x, new_memory, offset = embed(weights, tokens, earlier), [], settings.get("key_offset", False)
+    num_memory, num_new = memory[0].shape[1] - offset, tokens.shape[1]
     num_distances = num_memory + num_new
     if settings["window"] is not None:
         num_distances = min(num_distances, settings["window"])
@@ -178,6 +185,6 @@ def forward(weights, settings, tokens, memory, valid, earlier=None):
         position_keys = (encodings @ layer["attention.r_proj.weight"].T).unflatten(-1, u.shape)
         key_mask = KeyMask(valid, settings["window"])
         added = value_embeddings(weights, index, tokens, earlier, num_memory, u.shape)
-        x = transformer_layer(layer, x, old, position_keys, u, w, key_mask, settings["pre_norm"], added)
+        x = transformer_layer(layer, x, old, position_keys, u, w, key_mask, settings["pre_norm"], added, offset)
     new_valid = [min(count + num_new, num_memory) for count in valid]
     return logits(weights, final_norm(weights, x)), new_memory, new_valid

@@ -598,8 +598,9 @@ def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
     values = config.model.flat()
     values.pop("attn_implementation", None)
-    if not values.get("value_embeddings"):  # which earlier versions did not have
-        values.pop("value_embeddings", None)
+    for name in ("value_embeddings", "key_offset"):  # which earlier versions did not have
+        if not values.get(name):
+            values.pop(name, None)
     return json_digest(values)
 
 

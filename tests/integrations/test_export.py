@@ -46,6 +46,7 @@ MODELS = {
     "transformer-xl": {},
     "n-grams, adaptive": {"max_ngram": 4, "d_ngram": 5, "ngram_buckets": 31, "cutoffs": (31, 97), "div_val": 2},
     "value embeddings": {"value_embeddings": True},
+    "key offset": {"key_offset": True},
     "limits, pre-norm": {"attention_window": 9, "clamp_length": 6, "norm_first": True, "qk_norm": True},
     "xlnet": {"architecture": "xlnet", "perm_size": 8},
     "shaw, empty memory attended": {"architecture": "shaw", "max_relative_positions": 6, "attend_empty_memory": True},

@@ -37,6 +37,8 @@ LIMITS = {  # the first argument is the number of memory slots
         {"attn_implementation": "sdpa"},
         {"qk_norm": True, "max_ngram": 4},
         {"value_embeddings": True, "norm_first": True},
+        {"key_offset": True},
+        {"key_offset": True, "norm_first": True, "qk_norm": True, "d_head": 5},
     ],
 )
 @pytest.mark.parametrize("attend_empty", [False, True])
@@ -147,8 +149,9 @@ def test_padding_has_no_effect(make_model, tokens, is_prepared, attend_empty, co
         torch.testing.assert_close(next_BTD[rows], alone_BTD[:, 5 + length :], **EXACT)
 
 
-def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model, tokens):
-    plain, text = make_model(), tokens(2, 4, seed=8)
+@pytest.mark.parametrize("settings", [{}, {"key_offset": True, "norm_first": True}])
+def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model, tokens, settings):
+    plain, text = make_model(**settings), tokens(2, 4, seed=8)
     model = prepare_inference(plain)
     _, memory = run_parts(model, model.initial_memory(2), tokens(2, 7))
     expected_BTD, _ = run_parts(model, memory, text)
@@ -161,6 +164,21 @@ def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model,
     torch.testing.assert_close(short_BTD, run_parts(plain, hidden_memory, text)[0], **EXACT)
     with pytest.raises(UserError, match="another shape"):
         model.initial_memory(3).with_tensors(memory.tensors())
+
+
+def test_key_of_which_half_is_known_has_nothing_of_released_tokens(make_model, tokens):
+    """Such a key is saved with a state, which must not depend on who used the storage before."""
+    model = prepare_inference(make_model(key_offset=True))
+    _, memory = model(tokens(1, 4))
+    model(tokens(1, 3, seed=1), memory)
+    for cache in memory.layers:
+        cache.release_later()
+    _, after = model(tokens(1, 1), memory)
+    for cache in after.layers:
+        keys_BNMH = cache.tensors()["keys"]
+        own_BNH, of_newest_BNH = keys_BNMH[:, :, -1].split([3, 2], dim=-1)
+        assert of_newest_BNH.all()
+        assert not own_BNH.any()
 
 
 def test_in_bfloat16_the_cache_is_too(make_model, tokens):

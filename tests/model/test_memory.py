@@ -109,7 +109,9 @@ def test_resized_keeps_the_newest_slots(num_tokens, length):
     assert after.all_valid == (min(num_tokens, 5) >= length)
 
 
-@pytest.mark.parametrize("settings", [{"max_ngram": 5, "ngram_buckets": 97, "d_ngram": 3}, {"value_embeddings": True}])
+@pytest.mark.parametrize(
+    "settings", [{"max_ngram": 5, "ngram_buckets": 97, "d_ngram": 3}, {"value_embeddings": True}, {"key_offset": True}]
+)
 def test_stacked_tensors_have_the_tokens_of_other_embeddings(make_model, tokens, settings):
     model = make_model(**settings)
     _, memory = model(tokens(2, 6))

@@ -31,7 +31,11 @@ STYLES = {
     "normalized queries and keys": {"qk_norm": True},
     "n-grams": {"max_ngram": 4, "ngram_buckets": 17, "d_ngram": 3},
     "value embeddings": {"value_embeddings": True},
-}
+    "key offset": {"key_offset": True},
+    "newer parts": {
+        "key_offset": True, "value_embeddings": True, "qk_norm": True, "norm_first": True, "final_norm": False
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -52,9 +56,11 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
     oracle_settings = {
         "pre_norm": model.config.norm_first, "tied": model.config.tie_attention_biases,
         "window": context_limits.attention_window, "clamp": context_limits.clamp_length,
+        "key_offset": model.config.key_offset,
     }  # fmt: skip
     # `valid`: number of filled slots of each batch row
-    expected_memory, valid = [torch.zeros(2, context_limits.memory_length, 14, dtype=torch.float64)] * 3, [0, 0]
+    num_states = context_limits.memory_length + model.config.key_offset
+    expected_memory, valid = [torch.zeros(2, num_states, 14, dtype=torch.float64)] * 3, [0, 0]
     memory, earlier = model.initial_memory(2, context_limits), tokens(2, 0)
     for index, length in enumerate(segments):
         text = tokens(2, length, seed=index)
@@ -96,7 +102,7 @@ def test_memory_gets_no_gradient_but_weights_get_one_through_it(make_model, toke
     torch.testing.assert_close(linear.weight.grad, weight_grad_ID, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("style", ["as in the paper", "value embeddings"])
+@pytest.mark.parametrize("style", ["as in the paper", "value embeddings", "key offset"])
 def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens, style):
     model, text = make_model(**STYLES[style]), tokens(2, 5)
     _, memory = model(tokens(2, 4, seed=1))

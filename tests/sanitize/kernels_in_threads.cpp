@@ -203,7 +203,9 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   DecodedLayer z{};
   Attention& a = z.attention = inputs.z;
   const int64_t R = z.rows(), I = a.N * a.H, most = std::max({D, 3 * I, F});
-  const std::vector<T> k = inputs.k, v = inputs.v;
+  std::vector<T> keys = random<T>(a.B * (a.S + 1) * a.N * a.H);  // a row more, for a key of which half is known
+  a.k = view(keys.data(), a.S + 1, a.N, a.H, norm_first), z.key_offset = norm_first;
+  const std::vector<T> k = keys, v = inputs.v;
   const std::vector<A> x_before = random<A>(R * D);
   const int64_t rows[] = {I, I, I, D, F, D}, columns[] = {D, D, D, I, D, F};
   std::vector<Weight> matrix[6];
@@ -223,7 +225,7 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   }
   z.D = D, z.F = F, z.norm_first = norm_first, z.up_bias = up_bias.data(), z.down_bias = down_bias.data();
   a.out = view(attended.data(), num_new, a.N, a.H), z.input = input.data(), z.result = result.data();
-  z.input_scale = input_scale.data(), z.x = results.add(x), results.add(inputs.k), results.add(inputs.v);
+  z.input_scale = input_scale.data(), z.x = results.add(x), results.add(keys), results.add(inputs.v);
   z.from = x_before.data();
   const std::vector<A> added = random<A>(R * I), gate = random<A>(a.N * std::min<int64_t>(D, 12));
   z.added = added.data(), z.gate = gate.data(), z.gates = std::min<int64_t>(D, 12);
@@ -232,7 +234,7 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   second.from = x.data(), second.x = results.add(x_after), second.added = nullptr;
   const std::vector<DecodedLayer> layers{z, second};
   results.compare([&](int threads) {
-    std::copy(k.begin(), k.end(), inputs.k.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());
+    std::copy(k.begin(), k.end(), keys.begin()), std::copy(v.begin(), v.end(), inputs.v.begin());
     Together together(layers, format, threads, 1);
     parallel(threads, threads, [&](int64_t) { together.take_part(); });
     together.finish();

@@ -60,7 +60,7 @@ class RecurrentCache(LayerCache):
         return self.state_BXD.shape[1:]
 
     @override
-    def resized(self, length: int) -> RecurrentCache:
+    def resized(self, length: int, num_more: int) -> RecurrentCache:
         return self if length else RecurrentCache(torch.zeros_like(self.state_BXD))
 
 

@@ -290,8 +290,10 @@ class BaseModelConfig(_Architecture):
 
     @property
     def num_recent(self) -> int:
-        """R: number of tokens before a segment that a memory keeps the ids of; with value embeddings at least one."""
-        return max(self.max_ngram - 1, int(self.__dict__.get("value_embeddings", False)))
+        """R: number of tokens before a segment that a memory keeps the ids of; at least one where layers need ids."""
+        return max(
+            self.max_ngram - 1, *(int(self.__dict__.get(name, False)) for name in ("value_embeddings", "key_offset"))
+        )
 
     @property
     def ngram_table_parameters(self) -> int:
@@ -403,6 +405,16 @@ class RelativeLayerConfig(LayerConfig):
         return range(0)
 
     @property
+    def has_key_offset(self) -> bool:
+        """Whether half of each key is that of the token before (the setting key_offset)."""
+        return self.__dict__.get("key_offset", False)
+
+    @property
+    def id_layers(self) -> range:
+        """Indices of the layers that are given the ids of tokens, and keep them beside hidden states."""
+        return range(self.n_layers) if self.has_key_offset else self.value_layers
+
+    @property
     def n_bias_pairs(self) -> int:
         """Number of learned pairs of content and position biases, which the layers share in turn."""
         return 1
@@ -437,6 +449,9 @@ class TransformerXLConfig(RelativeConfig):
     value_embeddings: bool = False
     """In every second layer, the last included, add to the values of each token an embedding from a table of the
     layer's own, through a gate for each head (after Zhou et al. 2024; as in nanochat)."""
+    key_offset: bool = False
+    """Half of each head's key is that of the token before (partial key offset, as in modded-nanogpt), so that one layer
+    can look for what followed the last time. Without memory a segment still has half a key of the token before it."""
 
     @property
     @override

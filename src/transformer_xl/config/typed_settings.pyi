@@ -46,6 +46,7 @@ class ModelSettings(TypedDict, total=False):
     tie_attention_biases: bool
     tie_key_projections: bool
     value_embeddings: bool
+    key_offset: bool
     reuse_length: int | None
     perm_size: int
     num_predict: int | None

@@ -56,6 +56,7 @@ class DecodeTables:
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
     value_embeddings: list[ValueEmbedding | None]
     norm_first: bool
+    has_key_offset: bool
 
     def accept(self, x_BTD: Tensor, memory: Memory) -> bool:
         """Return whether these are few tokens of each row, after a KV cache.
@@ -93,6 +94,7 @@ class DecodeTables:
             *([cache.position_keys.r_NHP for cache in caches], context.num_distances),
             *(context.mask.valid_B, context.mask.num_clamped),
             *self._added(x_BTD, context.ids_BT),
+            self.has_key_offset,
         )
         return list(states_LBTD.unbind(0)), list(caches)
 
@@ -118,7 +120,7 @@ def decode_tables(
         biases: those of each layer, or None where they are not learned.
         dtype: of products.
     """
-    found = DecodeTables(dtype, [], [], [], [], [], False)
+    found = DecodeTables(dtype, [], [], [], [], [], norm_first=False, has_key_offset=False)
     for layer, pair in zip(layers, biases, strict=True):
         parts = None if pair is None else _parts(layer)
         if parts is None or pair is None:
@@ -134,7 +136,7 @@ def decode_tables(
     of_vectors = {weight.dtype for i, weight in enumerate(found.weights) if i % per_layer >= _MATRICES}
     if len(of_vectors) > 1 or of_matrices not in ({dtype}, {torch.int8}) or (dtype, *of_vectors) not in _DTYPES:
         return None
-    return replace(found, norm_first=attention.norm_first)
+    return replace(found, norm_first=attention.norm_first, has_key_offset=attention.has_key_offset)
 
 
 def _parts(layer: nn.Module) -> tuple[RelativeAttention, list[Tensor], list[Any]] | None:

@@ -4,7 +4,7 @@ In the paper, `content_bias` is u, `position_bias` is v (v in the code is always
 `q_proj`, `k_proj`, `v_proj`, `r_proj` are W_q, W_{k,E}, W_v, W_{k,R}.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2
-frequencies, N heads, H head width, E = N H, F feed-forward width, X any number of rows.
+frequencies, N heads, H head width, E = N H, F feed-forward width, X any number of rows, Y = S + 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from transformer_xl.config import LayerConfig, RelativeLayerConfig
 from transformer_xl.model.gate import make_gate
-from transformer_xl.model.key_values import KeyValues
+from transformer_xl.model.key_values import KeyValues, offset_halves
 from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
 from transformer_xl.model.norm import RMSNorm
 from transformer_xl.ops.dropout import FastDropout
@@ -107,7 +107,7 @@ class RelativeAttention(nn.Module):
     def __init__(self, config: RelativeLayerConfig) -> None:
         super().__init__()
         self.head_shape = (config.n_heads, config.head_dim)
-        self.norm_first = config.norm_first
+        self.norm_first, self.has_key_offset = config.norm_first, config.has_key_offset
         inner = config.n_heads * config.head_dim
         self.q_proj = PackedLinear(config.d_model, inner, bias=False)
         self.k_proj = PackedLinear(config.d_model, inner, bias=False)
@@ -217,9 +217,15 @@ class RelativeAttention(nn.Module):
         of_memory = self.project(hidden_BMD.to(new_BTD.dtype), cache.ids_BM)
         pairs = zip(of_memory, self.project(new_BTD, context.ids_BT), strict=True)
         k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
-        if context.lengths_B is not None:
-            k_BSNH, v_BSNH = (padding_first(rows, new_BTD.shape[1], context.lengths_B) for rows in (k_BSNH, v_BSNH))
-        return k_BSNH, v_BSNH
+        num_new, lengths_B = new_BTD.shape[1], context.lengths_B
+        if self.has_key_offset:  # the first state is that of the token before the slots
+            assert cache.ids_BM is not None
+            is_token_BY = F.pad(cache.ids_BM > 0, (0, num_new), value=True)
+            k_BSNH = offset_halves(k_BSNH[:, 1:], k_BSNH, num_new, lengths_B, is_token_BY)[:, :-1]
+            v_BSNH = v_BSNH[:, 1:]
+        elif lengths_B is not None:
+            k_BSNH = padding_first(k_BSNH, num_new, lengths_B)
+        return k_BSNH, v_BSNH if lengths_B is None else padding_first(v_BSNH, num_new, lengths_B)
 
 
 class ValueEmbedding(nn.Module):

@@ -9,8 +9,11 @@ later memories share, and each memory reads only up to its own end. Appending co
 is full, if another memory has already written rows after this one's end, or if new tokens have padding or another
 dtype.
 
+With the setting key_offset half of a token's key is written into the row of the next token. So keys have a row more
+than there are tokens, of which that half is known.
+
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, C rows of storage (one for each token), P
-distances, N heads, H head width, X any number of rows.
+distances, N heads, H head width, X any number of rows, Y = X + 1.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -34,8 +38,9 @@ class _Storage:
 
     def __init__(self, k_BNXH: Tensor, v_BNXH: Tensor, *, num_free: int = 0) -> None:
         """Copy the rows to new storage that has room for half as many more, and for at least `num_free` more."""
-        self.num_written = k_BNXH.shape[2]
-        capacity = self.num_written + max(_MIN_FREE_ROWS, self.num_written // 2, num_free)
+        self.num_written = v_BNXH.shape[2]
+        self.num_begun = k_BNXH.shape[2] - self.num_written  # rows of keys after it: 1 with key_offset
+        capacity = k_BNXH.shape[2] + max(_MIN_FREE_ROWS, self.num_written // 2, num_free)
         *outer, d_head = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
         with torch.inference_mode(False):  # inference tensors cannot be modified outside inference mode
             # zeros cost nothing extra: the operating system clears pages when they are first touched
@@ -52,9 +57,9 @@ class _Storage:
         return self.v_BNCH.shape[2]
 
     def write(self, start: int, k_BNXH: Tensor, v_BNXH: Tensor) -> None:
-        """Write rows from index `start` on; they become the last rows."""
-        self.num_written = start + k_BNXH.shape[2]
-        self.k_BNCH[:, :, start : self.num_written] = k_BNXH
+        """Write rows from index `start` on, which become the last; keys may have one more, of which half is known."""
+        self.num_written = start + v_BNXH.shape[2]
+        self.k_BNCH[:, :, start : start + k_BNXH.shape[2]] = k_BNXH
         self.v_BNCH[:, :, start : self.num_written] = v_BNXH
 
 
@@ -119,7 +124,7 @@ class KeyValueCache(KeyValues):
     @staticmethod
     def of(k_BNMH: Tensor, v_BNMH: Tensor, attend_empty: bool) -> KeyValueCache:
         """Return a cache of these rows in new storage, without position keys."""
-        length = k_BNMH.shape[2]
+        length = v_BNMH.shape[2]
         return KeyValueCache(_Storage(k_BNMH, v_BNMH), length, length, attend_empty)
 
     @property
@@ -128,9 +133,9 @@ class KeyValueCache(KeyValues):
         return self.storage.v_BNCH.shape[1], self.storage.v_BNCH.shape[3]
 
     def newest(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the newest keys and values as views, each of shape (B, N, `number`, H)."""
-        start = self.end - number
-        return self.storage.k_BNCH[:, :, start : self.end], self.storage.v_BNCH[:, :, start : self.end]
+        """Return the newest keys and values as views, each of shape (B, N, `number`, H), with key_offset a key more."""
+        start, end = self.end - number, self.end + self.storage.num_begun
+        return self.storage.k_BNCH[:, :, start:end], self.storage.v_BNCH[:, :, start : self.end]
 
     @override
     def append(
@@ -145,14 +150,22 @@ class KeyValueCache(KeyValues):
             raise UserError("a KV cache passes no gradient; train the model itself, or use torch.inference_mode()")
         num_new, num_keys = k_BTNH.shape[1], self.length + k_BTNH.shape[1]
         cache = self.reserve(num_new, k_BTNH.dtype)
-        cache.storage.write(cache.end - num_new, k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
+        start, has_offset = cache.end - num_new, bool(cache.storage.num_begun)
+        if has_offset:
+            begun_B1NH = cache.storage.k_BNCH[:, :, start : start + 1].transpose(1, 2)
+            k_BTNH = offset_halves(k_BTNH, torch.cat([begun_B1NH, k_BTNH], dim=1), num_new)
+        cache.storage.write(start, k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
         k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
         if lengths_B is not None:
-            k_BSNH, v_BSNH = (padding_first(rows_BSNH, num_new, lengths_B) for rows_BSNH in (k_BSNH, v_BSNH))
+            if has_offset:
+                k_BSNH = offset_halves(k_BSNH[:, :-1], k_BSNH, num_new, lengths_B)
+            else:
+                k_BSNH = padding_first(k_BSNH, num_new, lengths_B)
+            v_BSNH = padding_first(v_BSNH, num_new, lengths_B)
             storage = _Storage(k_BSNH.transpose(1, 2), v_BSNH.transpose(1, 2))
             cache = replace(self, storage=storage, end=num_keys)
             k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
-        return k_BSNH, v_BSNH, cache
+        return k_BSNH[:, :num_keys], v_BSNH, cache
 
     def reserve(self, num_new: int, dtype: torch.dtype) -> KeyValueCache:
         """Return the next cache, into whose last T rows the caller writes the new keys and values at once.
@@ -162,7 +175,7 @@ class KeyValueCache(KeyValues):
             dtype: the dtype of the new keys and values.
         """
         storage, start = self.storage, self.end
-        is_full = start + num_new > storage.capacity
+        is_full = start + num_new + storage.num_begun > storage.capacity
         if is_full or storage.num_written != start or storage.k_BNCH.dtype != dtype:
             k_BNMH, v_BNMH = self.newest(self.length)
             storage, start = _Storage(k_BNMH.to(dtype), v_BNMH.to(dtype), num_free=num_new), self.length
@@ -201,6 +214,33 @@ class KeyValueCache(KeyValues):
     @override
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> KeyValueCache:
         return replace(super().to(device, dtype), position_keys=_PositionKeys())
+
+
+def offset_halves(
+    own_BXNH: Tensor,
+    before_BYNH: Tensor,
+    num_new: int,
+    lengths_B: Tensor | None = None,
+    is_token_BY: Tensor | None = None,
+) -> Tensor:
+    """Return keys of which half is that of the token before (the setting key_offset), one more than tokens.
+
+    Of the last key only that half is known; the rest is zeros.
+
+    Args:
+        own_BXNH: the keys of X tokens, the last of which are new.
+        before_BYNH: those of the X tokens and of the one before them.
+        num_new: T.
+        lengths_B: number of new tokens of each batch row that are not padding, which is moved to the front; or None.
+        is_token_BY: false where `before_BYNH` is of an empty slot, after which that half is 0; None for no such slot.
+    """
+    split = own_BXNH.shape[-1] - own_BXNH.shape[-1] // 2
+    own_BXNH, before_BYNH = own_BXNH[..., :split], before_BYNH[..., split:]
+    if is_token_BY is not None:
+        before_BYNH = before_BYNH * is_token_BY[..., None, None]
+    if lengths_B is not None:
+        own_BXNH, before_BYNH = (padding_first(keys, num_new, lengths_B) for keys in (own_BXNH, before_BYNH))
+    return torch.cat([F.pad(own_BXNH, (0, 0, 0, 0, 0, 1)), before_BYNH], dim=-1)
 
 
 class KeyValueMemory(Memory[KeyValueCache]):

@@ -79,14 +79,9 @@ class LayerCache:
         """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
 
-    def resized(self, length: int) -> Self:
-        """Return the cache with `length` slots: zeros are added in front, or the oldest slots are dropped."""
-        # if the cache is to become shorter, the padding is negative, which drops the oldest slots
-        return self.map(
-            lambda tensor: F.pad(
-                tensor, [0, 0] * (tensor.ndim - 1 - self.slot_dim) + [length - tensor.shape[self.slot_dim], 0]
-            )
-        )
+    def resized(self, length: int, num_more: int) -> Self:
+        """Return the cache with `length` slots, so many more than now: zeros in front, or without the oldest slots."""
+        return self.map(lambda tensor: F.pad(tensor, [0, 0] * (tensor.ndim - 1 - self.slot_dim) + [num_more, 0]))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the cache with a function applied to each of its tensors."""
@@ -122,7 +117,7 @@ class Memory(Displayed, Generic[Cache]):
     device."""
     recent_BR: Tensor | None = None
     """The newest R tokens, as token id + 1 and 0 where there is none (int64), for n-gram embeddings (`ngrams.py`);
-    between `embed` and `advance` also the new ones, for value embeddings; None for a model without both."""
+    between `embed` and `advance` also the new ones, for layers that need ids; None for a model without both."""
     owner: int | None = None
     """Number of the prepared model that made the caches and alone continues them (a KV cache); None: any model of the
     same settings."""
@@ -270,7 +265,7 @@ class Memory(Displayed, Generic[Cache]):
         """Return the memory with `length` slots: empty ones are added in front, or the oldest are dropped."""
         return replace(
             self,
-            layers=tuple(cache.resized(length) for cache in self.layers),
+            layers=tuple(cache.resized(length, length - self.length) for cache in self.layers),
             valid_B=self.valid_B.clamp(max=length),
             context_limits=replace(self.context_limits, memory_length=length),
             min_valid=min(self.min_valid, length),
@@ -301,7 +296,8 @@ class Memory(Displayed, Generic[Cache]):
     def tensors(self) -> dict[str, Tensor]:
         """Return by name all tensors that a checkpoint contains: those of the caches, and the counts of tokens.
 
-        A model with n-gram or value embeddings also has `recent`, and a layer with the latter `ids_LAYER` in training.
+        A model with n-gram or value embeddings or key_offset also has `recent`, and a layer with one of the last two
+        `ids_LAYER` in training.
         """
         recent = {} if self.recent_BR is None else {"recent": self.recent_BR}
         return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B, **recent}
@@ -339,11 +335,11 @@ class Memory(Displayed, Generic[Cache]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HiddenCache(LayerCache):
-    """The inputs of a layer at the last M tokens of each batch row (paper section 3.2)."""
+    """The inputs of a layer at the last M tokens of each batch row (paper section 3.2), with key_offset at M + 1."""
 
     hidden_BMD: Tensor
     ids_BM: Tensor | None = None
-    """The ids of these tokens + 1, and 0 where there is no token, in a layer with value embeddings."""
+    """The ids of these tokens + 1, and 0 where there is no token, in a layer that needs them."""
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -358,7 +354,7 @@ class HiddenCache(LayerCache):
 
         Args:
             x_BTD: the layer's new inputs.
-            ids_BT: the ids of their tokens + 1, for a layer with value embeddings.
+            ids_BT: the ids of their tokens + 1, for a layer that needs them.
             lengths_B: number of inputs of each batch row that are not padding; padding comes first and is not cached.
         """
         hidden_BMD = _newest(self.hidden_BMD, x_BTD.detach(), lengths_B)
@@ -389,10 +385,11 @@ class HiddenMemory(Memory[HiddenCache]):
         """Return the memory as tensors, such as a replay buffer stores.
 
         Returns:
-            `hidden`, the hidden states of all layers (B, L, M, D); `valid`, the number of filled slots (B,), which are
-            the last ones; `position`, the number of tokens read since the last reset or start of an episode (B,); and
-            with n-gram or value embeddings `recent`, the newest tokens (B, R); and with value embeddings `ids`, the
-            tokens of the slots, once for each layer that has them (B, layers, M).
+            `hidden`, the hidden states of all layers (B, L, M, D), with key_offset of M + 1 tokens; `valid`, the number
+            of filled slots (B,), which are the last ones; `position`, the number of tokens read since the last reset or
+            start of an episode (B,); and with n-gram or value embeddings or key_offset `recent`, the newest tokens
+            (B, R); and with one of the last two `ids`, the tokens of the hidden states, once for each layer that has
+            them (B, layers, M).
         """
         hidden_BLMD = torch.stack([cache.hidden_BMD for cache in self.layers], dim=1)
         recent = {} if self.recent_BR is None else {"recent": self.recent_BR}

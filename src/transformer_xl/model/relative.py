@@ -89,26 +89,32 @@ class RelativeModel(ModelWithMemory):
         # with norm_first, LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
         if self.owner is None or (config.attends_empty_slots and config.norm_first):
             # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
-            shape, device = (batch_size, limits.memory_length, config.d_model), like.device
+            shape, device = (batch_size, limits.memory_length + config.has_key_offset, config.d_model), like.device
             caches = [
                 HiddenCache(
                     torch.zeros(shape, dtype=like.dtype, device=device),
-                    torch.zeros(shape[:2], dtype=torch.int64, device=device) if index in config.value_layers else None,
+                    torch.zeros(shape[:2], dtype=torch.int64, device=device) if index in config.id_layers else None,
                 )
                 for index in range(config.n_layers)
             ]
             return HiddenMemory.empty(caches, batch_size, limits, like.device, num_recent=self.num_recent)
-        zeros_BNMH = like.new_zeros(()).expand(batch_size, config.n_heads, limits.memory_length, config.head_dim)
-        caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attends_empty_slots) for _ in self.layers]
+        k_BNMH, v_BNMH = (
+            like.new_zeros(()).expand(batch_size, config.n_heads, num_rows, config.head_dim)
+            for num_rows in (limits.memory_length + config.has_key_offset, limits.memory_length)
+        )
+        caches = [KeyValueCache.of(k_BNMH, v_BNMH, config.attends_empty_slots) for _ in self.layers]
         return KeyValueMemory.empty(
-            caches, batch_size, limits, zeros_BNMH.device, num_recent=self.num_recent, owner=self.owner
+            caches, batch_size, limits, v_BNMH.device, num_recent=self.num_recent, owner=self.owner
         )
 
     @override
     def check_memory(self, memory: Memory | None, batch_size: int) -> Memory:
-        memory = super().check_memory(memory, batch_size)
+        memory, config = super().check_memory(memory, batch_size), self.config
         for index, cache in enumerate(memory.layers):
-            if isinstance(cache, HiddenCache) and (cache.ids_BM is not None) != (index in self.config.value_layers):
+            if isinstance(cache, HiddenCache) and (
+                (cache.ids_BM is not None) != (index in config.id_layers)
+                or cache.hidden_BMD.shape[1] != memory.length + config.has_key_offset
+            ):
                 raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 
@@ -163,7 +169,7 @@ class RelativeModel(ModelWithMemory):
             lengths_B=lengths_B,
             attend=kernels.choose(self.attn_implementation or "auto", x_BTD.device, x_BTD.dtype).attend,
             dropout=config.attention_dropout if self.training else 0.0,
-            ids_BT=memory.newest_ids(num_new) if config.value_layers else None,
+            ids_BT=memory.newest_ids(num_new) if config.id_layers else None,
         )
 
 

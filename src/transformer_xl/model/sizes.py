@@ -104,6 +104,7 @@ def min_cache(config: BaseModelConfig, memory_length: int, *, training: bool = F
         return memory_length  # token ids
     assert isinstance(config, RelativeConfig)
     hidden = training or (config.attend_empty_memory and config.norm_first)
-    per_slot = config.d_model if hidden else 2 * config.n_heads * config.head_dim
-    num_ids = len(config.value_layers) if hidden else 0  # of tokens, for value embeddings
-    return memory_length * (config.n_layers * per_slot + num_ids)
+    inner, num_begun = config.n_heads * config.head_dim, int(config.has_key_offset)  # before or after the slots
+    if hidden:
+        return (memory_length + num_begun) * (config.n_layers * config.d_model + len(config.id_layers))
+    return (2 * memory_length + num_begun) * config.n_layers * inner

@@ -11,10 +11,10 @@ For each layer n, with the memory m of its inputs in earlier segments, which pas
     a = LayerNorm(h + softmax(A / sqrt(H)) v W_o)                      softmax over j <= i
     h = LayerNorm(a + ReLU(a W_1 + b_1) W_2 + b_2)                     the input of the next layer
 
-With the setting value_embeddings some layers add E_n[token] sqrt(D) 2 sigmoid(g W_s) to v, of g the first channels. u
-and w are `content_bias` and `position_bias`, which the layers share; the paper calls w v. One layer is in
-`attention.py`, a memory in `memory.py`, embedding, softmax and losses in `language_model.py`, masks and encodings of
-distances in `relative.py`.
+With the setting value_embeddings some layers add E_n[token] sqrt(D) 2 sigmoid(g W_s) to v, of g the first channels;
+with key_offset the second half of each head's k is that of the token before. u and w are `content_bias` and
+`position_bias`, which the layers share; the paper calls w v. One layer is in `attention.py`, a memory in `memory.py`,
+embedding, softmax and losses in `language_model.py`, masks and encodings of distances in `relative.py`.
 
 Shape suffixes: B batch size, T new tokens, S = M + T keys (M memory slots), D model width, N heads, H head width.
 """

@@ -296,7 +296,7 @@ def run_with(engines, run: Run, others: list[str]) -> tuple[str, list[ScoredToke
     return results[0][:2]
 
 
-@pytest.mark.parametrize("name", ["transformer-xl", "lstm", "vaswani", "n-grams"])
+@pytest.mark.parametrize("name", ["transformer-xl", "lstm", "vaswani", "n-grams", "key offset"])
 def test_contents_of_neighbours_change_no_bit(engines, tmp_path: Path, name: str) -> None:
     """At the same batch shape; with another batch size, log-probabilities differ by less than 1e-4."""
     run = make_run(tmp_path / "run", name)
@@ -309,7 +309,9 @@ def test_contents_of_neighbours_change_no_bit(engines, tmp_path: Path, name: str
     assert [token.logprob for token in tokens] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm", "qrnn", "vaswani"])
+@pytest.mark.parametrize(
+    "name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm", "qrnn", "vaswani", "key offset"]
+)
 def test_state_continues_its_text(engines, name: str) -> None:
     """Its newest token is the first of a segment, also after many other rows have moved."""
     _, served, engine = engines(name, max_rows=4)
@@ -359,7 +361,7 @@ def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
     assert many[-1][1].lists.empty()
 
 
-@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm"])
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm", "key offset"])
 @pytest.mark.parametrize("max_rows", [1, 4])
 def test_rows_are_shared_by_owner_and_by_request(engines, name: str, max_rows: int) -> None:
     """A sample whose row is taken back, at its first tokens or later, gives the same text and the same memory."""

@@ -70,7 +70,8 @@ def row_state(memory: Memory, row: int, newest: int, memory_length: int, *, drop
         for name, tensor in cache.tensors().items():
             part = tensor[row : row + 1]
             if drop_empty:
-                part = part.narrow(cache.slot_dim, memory.length - num_valid, num_valid)
+                start = memory.length - num_valid
+                part = part.narrow(cache.slot_dim, start, part.shape[cache.slot_dim] - start)
             tensors[f"{name}_{index}"] = part.to("cpu").clone(memory_format=torch.contiguous_format)
     if memory.recent_BR is not None:
         tensors["recent"] = memory.recent_BR[row : row + 1].to("cpu").clone()
@@ -195,7 +196,8 @@ class RowBatch(Generic[Occupant]):
             given, place = source[name], tensor[row]
             if name in slot_dims and (self._storage or given.shape != place.shape):
                 dim = slot_dims[name] - 1
-                num_slots = min(given.shape[dim], num_filled)
+                num_more = place.shape[dim] - self.memory.length  # besides the slots
+                num_slots = min(given.shape[dim], num_filled + num_more)
                 if not self._storage:
                     place.narrow(dim, 0, place.shape[dim] - num_slots).zero_()
                 given, place = (one.narrow(dim, one.shape[dim] - num_slots, num_slots) for one in (given, place))
@@ -228,7 +230,7 @@ class RowBatch(Generic[Occupant]):
             return cache
         like = cache.storage.v_BNCH
         _, num_heads, _, d_head = like.shape
-        num_columns = cache.length + max(_MIN_FREE_COLUMNS, cache.length // 4)
+        num_columns = cache.length + cache.storage.num_begun + max(_MIN_FREE_COLUMNS, cache.length // 4)
         # not zeros: what is never written takes no memory
         v_RNCH = like.new_empty(max_rows, num_heads, num_columns, d_head)
         if like.device.type == "cpu":  # keys are stored as in `key_values.py`
@@ -267,7 +269,9 @@ class RowBatch(Generic[Occupant]):
         Appending would copy them to new storage, which would double the memory and have room for these rows only.
         """
         first, layers = self.memory.layers[0], list[LayerCache]()
-        if not isinstance(first, KeyValueCache) or first.end + num_new <= first.storage.capacity:
+        if not isinstance(first, KeyValueCache):
+            return
+        if first.end + num_new + first.storage.num_begun <= first.storage.capacity:
             return  # all layers have the same columns
         num_filled = max(map(self._num_filled, self._num_read))
         start = self.memory.length - num_filled

@@ -55,7 +55,7 @@ class ServedModel:
         require_reading_memory(self.inference, "serving", num_rows=config.max_batch, num_slots=slots, advice=advice)
         memory = self._first_memory()
         self._no_slots = memory.reset([0]).resized(0)  # from which all memories are derived
-        # dtype and shape of each tensor of a state, and its dimension of the slots
+        # dtype and shape without slots of each tensor of a state, and its dimension of the slots
         self._state_layout = [
             (
                 f"{name}_{index}",
@@ -63,7 +63,7 @@ class ServedModel:
                 tuple(tensor.shape),
                 None if isinstance(cache, RecurrentCache) else cache.slot_dim,
             )
-            for index, cache in enumerate(memory.layers)
+            for index, cache in enumerate(self._no_slots.layers)
             for name, tensor in cache.tensors().items()
         ]
         if memory.recent_BR is not None:
@@ -159,7 +159,7 @@ class ServedModel:
         """Return the dtype and shape of each tensor of a state with these counts."""
         num_slots = state.num_valid if self.inference.limits_visible else state.memory_length
         return {
-            name: (dtype, tuple(num_slots if dim == slot_dim else size for dim, size in enumerate(shape)))
+            name: (dtype, tuple(size + num_slots * (dim == slot_dim) for dim, size in enumerate(shape)))
             for name, dtype, shape, slot_dim in self._state_layout
         }
 

@@ -222,6 +222,7 @@ def write(
         "learned_attention_biases": True,
         "tie_key_projections": False,
         "value_embeddings": False,
+        "key_offset": False,
     }
     for name, expressible in expressible_values.items():
         if (value := getattr(model, name)) != expressible:

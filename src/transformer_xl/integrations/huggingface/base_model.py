@@ -155,7 +155,8 @@ class TransformerXLPreTrainedModel(PreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give either input_ids or inputs_embeds")
         if inputs_embeds is not None and self.model.num_recent:
-            raise UserError("this model needs token ids (max_ngram, value_embeddings), so it cannot read inputs_embeds")
+            needs = "this model needs token ids (max_ngram, value_embeddings, key_offset)"
+            raise UserError(f"{needs}, so it cannot read inputs_embeds")
         inputs = input_ids if input_ids is not None else inputs_embeds
         assert inputs is not None
         check_shape(inputs, is_ids=input_ids is not None)

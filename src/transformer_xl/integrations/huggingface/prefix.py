@@ -66,7 +66,11 @@ def prefix_memory(model: TokenModel, prefix: DynamicCache, batch_size: int, limi
         UserError: the architecture has no keys and values in memory, or the prefix has another shape than it needs.
     """
     own = model.model if isinstance(model, InferenceModel) else model
-    if not isinstance(own, RelativeModel) or (own.config.attends_empty_slots and own.config.norm_first):
+    if (
+        not isinstance(own, RelativeModel)
+        or own.config.has_key_offset
+        or (own.config.attends_empty_slots and own.config.norm_first)
+    ):
         raise UserError(
             f"past_key_values is a DynamicCache, and the memory of {own.config.architecture} has no keys and values "
             "(or not these); give what the model returned, or to begin MemoryCache(); use prompt tuning or p-tuning"

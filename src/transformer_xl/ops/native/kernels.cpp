@@ -853,13 +853,15 @@ struct Decoder {
     return from;
   }
 
-  static void write_head(T* to, int64_t stride, const A* from, const DecodedLayer& z, int norm) {
+  // The second half goes `later` numbers further, to the row of the next token.
+  static void write_head(T* to, int64_t stride, const A* from, const DecodedLayer& z, int norm, int64_t later = 0) {
     const int64_t H = z.attention.H;
     const A* const weight = norm ? static_cast<const A*>(z.weight[norm]) : nullptr;
     A squares = 0;
     for (int64_t h = 0; h < H && weight; h++) squares += from[h] * from[h];
     const A scale = weight ? 1 / std::sqrt(squares / static_cast<A>(H) + static_cast<A>(z.eps[norm])) : A(1);
-    for (int64_t h = 0; h < H; h++) to[h * stride] = narrow<T>(weight ? from[h] * scale * weight[h] : from[h]);
+    for (int64_t h = 0; h < H; h++)
+      to[h * stride + (h < H - H / 2 ? 0 : later)] = narrow<T>(weight ? from[h] * scale * weight[h] : from[h]);
   }
 
   static void add_to_values(A* v, const DecodedLayer& z, int64_t row) {
@@ -883,8 +885,10 @@ struct Decoder {
     for (int64_t n = 0; n < a.N; n++) {
       const A *const q = from + n * a.H, *const k = q + z.inner(), *const v = k + z.inner();
       write_head(a.q.template at<T>(0, row, n), a.q.h, q, z, 2);
-      write_head(a.k.template at<T>(b, place, n), a.k.h, k, z, 3);
+      write_head(a.k.template at<T>(b, place, n), a.k.h, k, z, 3, z.key_offset ? a.k.x : 0);
       write_head(a.v.template at<T>(b, place, n), a.v.h, v, z, 0);
+      if (z.key_offset && place == a.S - 1)  // nothing of an earlier token is left in the row that begins
+        for (int64_t h = 0; h < a.H - a.H / 2; h++) a.k.template at<T>(b, a.S, n)[h * a.k.h] = narrow<T>(A(0));
     }
   }
 

@@ -48,7 +48,7 @@ struct Attention {
 struct DecodedLayer {
   Attention attention;  // the new keys and values are written to the last places of k and v
   int64_t D, F;
-  bool norm_first;
+  bool norm_first, key_offset;
   double eps[4];  // of the norms, as below
   const void* matrix[6];                   // q, k, v, o, up, down
   const float* scale[6];                   // (O) of each matrix of 8 bits, else null

@@ -315,12 +315,12 @@ void compute(const std::vector<DecodedLayer>& layers, const Format& format, bool
 // and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys`
 // and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last T are written;
 // of `positions` (N, H, X) the last `num_distances` are read. `added` (B, T, I), or nothing, is added to the new values
-// through `gates` (N, X).
+// through `gates` (N, X). With `key_offset` the second half of a token's key is written one row later.
 // Biases and positions have the dtype of keys.
 Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& biases, const std::vector<double>& eps,
                      bool norm_first, const Tensors& keys, const Tensors& values, const std::vector<int64_t>& ends,
                      int64_t num_keys, const Tensors& positions, int64_t num_distances, const OptionalTensor& valid,
-                     int64_t clamped, const Tensors& added, const Tensors& gates) {
+                     int64_t clamped, const Tensors& added, const Tensors& gates, bool key_offset) {
   const size_t L = keys.size(), per_layer = L ? weights.size() / L : 0;
   const bool has_scales = L && weights[0].scalar_type() == ScalarType::Char;
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
@@ -358,7 +358,7 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
     const int64_t end = ends[layer];
     const auto newest = [&](const Tensor& rows) {
       const Strided s = strided(rows);
-      require(s.dim == 4 && end <= s.N && num_keys <= end && s.type == key_type, "wrong number of keys");
+      require(s.dim == 4 && end + key_offset <= s.N && num_keys <= end && s.type == key_type, "wrong number of keys");
       char* const data = static_cast<char*>(s.view.data) + (end - num_keys) * s.view.n * key_size;
       return Strided{{data, s.view.b, s.view.n, s.view.x, s.view.h}, s.type, 4, s.B, num_keys, s.X, s.H};
     };
@@ -373,7 +373,7 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
     z.attention = checked(inputs, valid, {}, {}, {}, 0, clamped, 0);
     require_stored_in_order(z.attention.k, z.attention.v, z.attention.r);
     z.attention.out = q.view, z.attention.out.data = scratch.get() + starts[1];
-    z.D = D, z.F = F, z.norm_first = norm_first;
+    z.D = D, z.F = F, z.norm_first = norm_first, z.key_offset = key_offset;
     const std::pair<int64_t, int64_t> shapes[6] = {{I, D}, {I, D}, {I, D}, {D, I}, {F, D}, {D, F}};
     for (int i = 0; i < 6; i++) {
       const auto [rows, columns] = shapes[i];
@@ -419,7 +419,7 @@ STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, int[] ends, int num_keys, Tensor[] positions, int num_distances, Tensor? valid, "
-      "int num_clamped, Tensor[] added, Tensor[] gates) -> Tensor");
+      "int num_clamped, Tensor[] added, Tensor[] gates, bool key_offset) -> Tensor");
   m.def("prepare(bool avx512, bool onednn) -> str");
 }
 STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CompositeImplicitAutograd, m) {
