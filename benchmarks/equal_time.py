@@ -5,8 +5,8 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
-those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers` and `--rate-factor` add other sizes and rates to
-a file. Those with n-gram embeddings read the text once at most, as they learn by heart what they read twice. All read
+those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers`, `--rate-factor` and `--block-size` add other
+sizes, rates and lengths to a file. Those with n-gram embeddings read the text once at most, as they learn by heart what they read twice. All read
 the whole text in random order before they read any of it again, but for nanoGPT without n-gram embeddings, which draws
 its blocks from anywhere.
 
@@ -60,6 +60,7 @@ STEP_TOKENS = 2048  # of all contestants
 NGRAMS = {"max_ngram": 8, "ngram_buckets": 65_536, "d_ngram": 32}
 """The n-gram embeddings of all contestants: those of `fast-small` with a quarter of its rows, since the optimizers of
 others go over all of them in each step."""
+OWN_PARTS = {"value_embeddings": True, "key_offset": True}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
             for layers, rate in shapes
         ]
-        blocks = [{**size, "block_size": 128, "batch_size": 16} for size in sizes]
+        length, rows = args.block_size, STEP_TOKENS // args.block_size
+        blocks = [{**size, "block_size": length, "batch_size": rows} for size in sizes]
         segments = [
             {**size, "segment_length": 64, "memory_length": 64, "batch_size": 32, "shuffle_length": 256}
             for size in sizes
@@ -98,12 +100,13 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]}  # Muon's
             for block in blocks
         ]
-        own, epochs = {"max_ngram": 1, **ngrams, "value_embeddings": True}, {} if ngrams else {"max_epochs": None}
+        own, epochs = {"max_ngram": 1, **ngrams, **OWN_PARTS}, {} if ngrams else {"max_epochs": None}
+        own_segments = {"segment_length": length, "memory_length": length, "batch_size": rows}
         ours = [
             {
                 "recipe": "fast-small",
                 "model": {"n_layers": layers, "d_model": 256, "n_heads": 4, "d_ff": 1024, **own},
-                "train": {"learning_rate": 5 * rate, **epochs},
+                "train": {"learning_rate": 5 * rate, **own_segments, **epochs},
             }
             for layers, rate in shapes
         ]
@@ -416,6 +419,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--layers", type=positive, help="of each model, instead of two sizes")
+    parser.add_argument(
+        "--block-size", type=positive, default=128, help="of blocks; of segments and memory of ours (128)"
+    )
     parser.add_argument("--rate-factor", type=float, default=1.0, help="of all learning rates (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
