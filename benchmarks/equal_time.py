@@ -6,9 +6,9 @@
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
 those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers`, `--rate-factor` and `--block-size` add other
-sizes, rates and lengths to a file. Those with n-gram embeddings read the text once at most, as they learn by heart what they read twice. All read
-the whole text in random order before they read any of it again, but for nanoGPT without n-gram embeddings, which draws
-its blocks from anywhere.
+sizes, rates and lengths to a file. Those with n-gram embeddings read the text once at most, as they learn by heart what
+they read twice. All read the whole text in random order before they read any of it again, but for nanoGPT without
+n-gram embeddings, which draws its blocks from anywhere.
 
 First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
 median over the rounds of the mean of a round. Nothing else may run then. Each contestant then trains for the number of
