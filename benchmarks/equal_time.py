@@ -439,6 +439,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
+    if STEP_TOKENS % args.block_size:
+        parser.error(f"--block-size {args.block_size} does not divide {STEP_TOKENS:,}, the tokens of a step")
     if args.out is None:
         args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}.json"
     return args

@@ -90,6 +90,7 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm,
     norm = layer["attention.norm.weight"], layer["attention.norm.bias"]
     context = torch.cat([memory, x], dim=1)
     is_token = (context != 0).any(-1)
+    is_token[:, 0] &= memory.shape[1] > 1  # without slots the first token sees none before it
     context = layer_norm(context, *norm) if pre_norm else context
     q, k, v = (
         (states @ layer[f"attention.{name}.weight"].T).unflatten(-1, u.shape)

@@ -55,11 +55,12 @@ def test_short_memory_equals_calling_the_model_for_each_segment(make_model, memo
 @pytest.mark.parametrize("batch_size", [None, 2, 5])
 @pytest.mark.parametrize("documents", [[0], [0, 3, 20]])
 @pytest.mark.parametrize(("segment_length", "context_length"), [(5, 0), (5, 3), (5, 12), (1, 4), (40, 9)])
+@pytest.mark.parametrize("key_offset", [False, True])
 def test_extended_context_equals_calling_the_model_for_each_segment(
-    make_model, segment_length, context_length, documents, batch_size
+    make_model, segment_length, context_length, documents, batch_size, key_offset
 ) -> None:
     """The inputs are those of a segment of its document, after those of up to `context_length` tokens before it."""
-    model, tokens_K, expected = make_model(), random_tokens(37), []
+    model, tokens_K, expected = make_model(key_offset=key_offset), random_tokens(37), []
     for begin, end in pairwise([*documents, 37]):
         inputs, targets = torch.tensor([[BOS, *tokens_K[begin : end - 1].tolist()]]), tokens_K[begin:end].tolist()
         for start in range(0, end - begin, segment_length):
@@ -133,7 +134,9 @@ def test_attention_window_makes_losses_independent_of_the_segment(
         (8, 4, ContextLimits(1)),
     ],
 )
-@pytest.mark.parametrize("settings", [{"n_layers": 1}, {"n_layers": 3}, {"n_layers": 1, "max_ngram": 6}])
+@pytest.mark.parametrize(
+    "settings", [{"n_layers": 1}, {"n_layers": 3}, {"n_layers": 1, "max_ngram": 6}, {"n_layers": 3, "key_offset": True}]
+)
 def test_batch_size_does_not_change_losses(make_model, batch_size, segment_length, context_limits, settings) -> None:
     model, tokens_K = make_model(**settings), random_tokens(229)
     plan = EvaluationPlan(segment_length, context_limits)
@@ -280,22 +283,26 @@ def test_bfloat16_is_close_to_float32(make_model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("segment_length", "context_limits", "n_layers", "num_tokens"),
+    ("segment_length", "context_limits", "n_layers", "num_tokens", "key_offset"),
     [
-        (7, ContextLimits(0), 3, 0),
-        (7, ContextLimits(11), 1, 11),
+        (7, ContextLimits(0), 3, 0, False),
+        (7, ContextLimits(0), 3, 0, True),
+        (7, ContextLimits(14), 3, 15 + 21 + 21, True),  # each layer sees one token more
+        (7, ContextLimits(4, attention_window=5), 3, 15, True),
+        (7, ContextLimits(11), 1, 11, False),
         # the last layer sees 11 tokens before the segment, each other layer 11 rounded up to whole segments of 7
-        (7, ContextLimits(11), 3, 11 + 14 + 14),
-        (7, ContextLimits(14), 3, 14 + 14 + 14),
-        (7, ContextLimits(4, attention_window=5), 3, 12),  # each layer sees four tokens back
-        (7, ContextLimits(3, attention_window=5), 3, 12),  # also where memory is too short for the window
-        (7, ContextLimits(3, attention_window=99), 3, 3 + 7 + 7),  # the window is longer than memory and segment
+        (7, ContextLimits(11), 3, 11 + 14 + 14, False),
+        (7, ContextLimits(14), 3, 14 + 14 + 14, False),
+        (7, ContextLimits(4, attention_window=5), 3, 12, False),  # each layer sees four tokens back
+        (7, ContextLimits(3, attention_window=5), 3, 12, False),  # also where memory is too short for the window
+        (7, ContextLimits(3, attention_window=99), 3, 3 + 7 + 7, False),  # the window is longer than memory and segment
     ],
 )
 def test_receptive_field_and_warmup(
-    make_model, segment_length: int, context_limits: ContextLimits, n_layers: int, num_tokens: int
+    make_model, segment_length: int, context_limits: ContextLimits, n_layers: int, num_tokens: int, key_offset: bool
 ) -> None:
-    plan, model = EvaluationPlan(segment_length, context_limits), make_model(n_layers=n_layers)
+    plan = EvaluationPlan(segment_length, context_limits)
+    model = make_model(n_layers=n_layers, key_offset=key_offset)
     assert receptive_field(model, plan) == num_tokens
     assert warmup_length(model, plan) == -(-num_tokens // segment_length) * segment_length
     assert warmup_length(model, replace(plan, warmup_tokens=segment_length + 1)) == 2 * segment_length

@@ -77,6 +77,13 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
     assert_same_tensors(gradients, named_gradients((expected * weight).sum(), weights), rtol=1e-9, atol=1e-9)
 
 
+def test_key_offset_is_refused_where_it_has_no_meaning(make_model):
+    with pytest.raises(UserError, match="cannot read continuous inputs"):
+        make_model(key_offset=True)(inputs=torch.zeros(1, 3, 14, dtype=torch.float64))
+    with pytest.raises(UserError, match="give attend_empty_memory false"):
+        make_model(key_offset=True, attend_empty_memory=True)
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
 def test_memory_gets_no_gradient_but_weights_get_one_through_it(make_model, tokens, name, kernel):

@@ -451,7 +451,15 @@ class TransformerXLConfig(RelativeConfig):
     layer's own, through a gate for each head (after Zhou et al. 2024; as in nanochat)."""
     key_offset: bool = False
     """Half of each head's key is that of the token before (partial key offset, as in modded-nanogpt), so that one layer
-    can look for what followed the last time. Without memory a segment still has half a key of the token before it."""
+    can look for what followed the last time. Not together with attend_empty_memory."""
+
+    @model_validator(mode="after")
+    def _check_key_offset(self) -> Self:
+        if self.key_offset and self.attend_empty_memory:
+            raise ValueError(
+                "key_offset is for models that do not attend to empty slots; give attend_empty_memory false"
+            )
+        return self
 
     @property
     @override

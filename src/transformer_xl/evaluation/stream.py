@@ -317,8 +317,9 @@ class SurprisalStream:
             _check(path, tensor.is_floating_point() == like[name].is_floating_point())
             _check(path, bool(tensor.isfinite().all()))
             if not tensor.is_floating_point() and name not in ("valid", "position"):  # ids of tokens
-                # those for n-gram embeddings are one higher
-                _check(path, bool(((tensor >= 0) & (tensor < vocab_size + (name == "recent"))).all()))
+                # those for other embeddings are one higher
+                bound = vocab_size + name.startswith(("recent", "ids_"))
+                _check(path, bool(((tensor >= 0) & (tensor < bound)).all()))
         valid, position = int(tensors["valid"]), int(tensors["position"])
         _check(path, 0 <= position < 2**62 and valid == min(position, memory.length))
         tokens_K = tensors.pop("stream_tokens").long().numpy()

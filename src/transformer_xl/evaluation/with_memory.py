@@ -54,17 +54,17 @@ def receptive_field(model: TokenModel, plan: EvaluationPlan) -> int | None:
     In a transformer with T new tokens and M memory slots, the first query of a segment sees M slots back. The hidden
     state in the oldest slot was computed in its own segment, which may have begun T - 1 tokens earlier, and could see M
     slots before that segment; so each further layer adds M, rounded up to whole segments. An attention window limits
-    each layer to attention_window - 1 tokens back. The state of a recurrent model depends on all earlier tokens.
-    Without memory, losses depend on the tokens of the extended context.
+    each layer to attention_window - 1 tokens back. With key_offset each layer sees one more. The state of a recurrent
+    model depends on all earlier tokens. Without memory, losses depend on the tokens of the extended context.
     """
     memory, num_layers = plan.context_limits.memory_length, model.config.n_layers
     if not memory:
         return plan.extended_context_length
     if model.config.is_recurrent:
         return None
-    through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
-    window = plan.context_limits.attention_window
-    attended = through_memory if window is None else min(through_memory, num_layers * (window - 1))
+    num_more, window = int(getattr(model.config, "has_key_offset", False)), plan.context_limits.attention_window
+    through_memory = memory + num_more + (num_layers - 1) * _round_up(memory + num_more, plan.segment_length)
+    attended = through_memory if window is None else min(through_memory, num_layers * (window - 1 + num_more))
     # the n-grams of the oldest token, which may be of its own segment however short the memory is
     return attended + model.config.max_ngram - 1
 

@@ -71,6 +71,7 @@ class DecodeTables:
             and (num_new <= _MAX_TOKENS or num_rows * (memory.length + num_new) <= _MAX_SCORES)
             and 0 < num_rows <= _MAX_ROWS
             and isinstance(memory, KeyValueMemory)
+            and not (self.has_key_offset and not memory.length)  # the first token sees none before it
             and not torch.compiler.is_compiling()
         )
 

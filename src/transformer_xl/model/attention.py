@@ -48,7 +48,9 @@ class AttentionContext:
     dropout: float
     """Probability that dropout zeroes an attention probability."""
     ids_BT: Tensor | None = None
-    """Ids of the new tokens + 1, and 0 where there is no token, for value embeddings; None without."""
+    """Ids of the new tokens + 1, and 0 where there is no token, for layers that need them; None without."""
+    starts_BT: Tensor | None = None
+    """With key_offset, which new tokens see none before them; None if all see one."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ class RelativeAttention(nn.Module):
         new_BTD = as_multiplied(self.norm(x_BTD) if self.norm_first else x_BTD)
         q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
         if isinstance(cache, KeyValues):
-            k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD, context.ids_BT), context.lengths_B)
+            k_BSNH, v_BSNH, cache = cache.append(
+                *self.project(new_BTD, context.ids_BT), context.lengths_B, context.starts_BT
+            )
             is_cached = not context.mask.num_later  # caches hold no position keys of later tokens
             r_PNH = (
                 cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
@@ -165,7 +169,10 @@ class RelativeAttention(nn.Module):
             assert isinstance(cache, HiddenCache)
             k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context)
             r_PNH = self.position_keys(context)
-            cache = cache.append(x_BTD, context.ids_BT, context.lengths_B)
+            ids_BT, starts_BT = context.ids_BT, context.starts_BT
+            if ids_BT is not None and starts_BT is not None:
+                ids_BT = torch.where(starts_BT, -ids_BT, ids_BT)
+            cache = cache.append(x_BTD, ids_BT, context.lengths_B)
         # after memory and new tokens are joined, which may share a mask
         q_BTNH, k_BSNH, v_BSNH = (self.qkv_dropout(states) for states in (q_BTNH, k_BSNH, v_BSNH))
         r_PNH = self.qkv_dropout(r_PNH, token_dim=0)
@@ -214,14 +221,18 @@ class RelativeAttention(nn.Module):
         pass is saved.
         """
         hidden_BMD = self.norm(cache.hidden_BMD) if self.norm_first else cache.hidden_BMD
-        of_memory = self.project(hidden_BMD.to(new_BTD.dtype), cache.ids_BM)
+        of_memory = self.project(hidden_BMD.to(new_BTD.dtype), None if cache.ids_BM is None else cache.ids_BM.abs())
         pairs = zip(of_memory, self.project(new_BTD, context.ids_BT), strict=True)
         k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
         num_new, lengths_B = new_BTD.shape[1], context.lengths_B
         if self.has_key_offset:  # the first state is that of the token before the slots
             assert cache.ids_BM is not None
-            is_token_BY = F.pad(cache.ids_BM > 0, (0, num_new), value=True)
-            k_BSNH = offset_halves(k_BSNH[:, 1:], k_BSNH, num_new, lengths_B, is_token_BY)[:, :-1]
+            is_token_BY = F.pad(cache.ids_BM != 0, (0, num_new), value=True)
+            starts_BS = F.pad(cache.ids_BM[:, 1:] < 0, (0, num_new))
+            if context.starts_BT is not None:
+                starts_BS[:, starts_BS.shape[1] - num_new :] = context.starts_BT
+            k_BYNH = offset_halves(k_BSNH[:, 1:], k_BSNH, num_new, lengths_B, starts_BS, is_token_BY)
+            k_BSNH = k_BYNH[:, :-1]
             v_BSNH = v_BSNH[:, 1:]
         elif lengths_B is not None:
             k_BSNH = padding_first(k_BSNH, num_new, lengths_B)

@@ -83,7 +83,7 @@ class KeyValues(LayerCache):
 
     @abstractmethod
     def append(
-        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None
+        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None, starts_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor, KeyValues]:
         """Append the keys and values of T new tokens.
 
@@ -91,6 +91,7 @@ class KeyValues(LayerCache):
             k_BTNH: keys.
             v_BTNH: values.
             lengths_B: number of tokens of each batch row that are not padding; padding comes first and is not cached.
+            starts_BT: with key_offset, the new tokens that see none before them; None if all see one.
 
         Returns:
             keys and values (B, S, N, H) of memory and new tokens, in that order, and the next cache.
@@ -139,7 +140,7 @@ class KeyValueCache(KeyValues):
 
     @override
     def append(
-        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None
+        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None, starts_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor, KeyValueCache]:
         """Append the keys and values of T new tokens to the storage.
 
@@ -153,12 +154,14 @@ class KeyValueCache(KeyValues):
         start, has_offset = cache.end - num_new, bool(cache.storage.num_begun)
         if has_offset:
             begun_B1NH = cache.storage.k_BNCH[:, :, start : start + 1].transpose(1, 2)
-            k_BTNH = offset_halves(k_BTNH, torch.cat([begun_B1NH, k_BTNH], dim=1), num_new)
+            unpadded_BT = starts_BT if lengths_B is None else None  # padding would clear the half that is known
+            k_BTNH = offset_halves(k_BTNH, torch.cat([begun_B1NH, k_BTNH], dim=1), num_new, None, unpadded_BT)
         cache.storage.write(start, k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
         k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
         if lengths_B is not None:
             if has_offset:
-                k_BSNH = offset_halves(k_BSNH[:, :-1], k_BSNH, num_new, lengths_B)
+                starts_BS = None if starts_BT is None else F.pad(starts_BT, (self.length, 0))
+                k_BSNH = offset_halves(k_BSNH[:, :-1], k_BSNH, num_new, lengths_B, starts_BS)
             else:
                 k_BSNH = padding_first(k_BSNH, num_new, lengths_B)
             v_BSNH = padding_first(v_BSNH, num_new, lengths_B)
@@ -221,6 +224,7 @@ def offset_halves(
     before_BYNH: Tensor,
     num_new: int,
     lengths_B: Tensor | None = None,
+    starts_BX: Tensor | None = None,
     is_token_BY: Tensor | None = None,
 ) -> Tensor:
     """Return keys of which half is that of the token before (the setting key_offset), one more than tokens.
@@ -232,6 +236,7 @@ def offset_halves(
         before_BYNH: those of the X tokens and of the one before them.
         num_new: T.
         lengths_B: number of new tokens of each batch row that are not padding, which is moved to the front; or None.
+        starts_BX: the tokens that see none before them, whose half is 0; None if all see one.
         is_token_BY: false where `before_BYNH` is of an empty slot, after which that half is 0; None for no such slot.
     """
     split = own_BXNH.shape[-1] - own_BXNH.shape[-1] // 2
@@ -240,6 +245,9 @@ def offset_halves(
         before_BYNH = before_BYNH * is_token_BY[..., None, None]
     if lengths_B is not None:
         own_BXNH, before_BYNH = (padding_first(keys, num_new, lengths_B) for keys in (own_BXNH, before_BYNH))
+    if starts_BX is not None:
+        starts_BX = starts_BX if lengths_B is None else padding_first(starts_BX, num_new, lengths_B)
+        before_BYNH = before_BYNH * F.pad(~starts_BX, (0, 1), value=True)[..., None, None]
     return torch.cat([F.pad(own_BXNH, (0, 0, 0, 0, 0, 1)), before_BYNH], dim=-1)
 
 

@@ -339,7 +339,8 @@ class HiddenCache(LayerCache):
 
     hidden_BMD: Tensor
     ids_BM: Tensor | None = None
-    """The ids of these tokens + 1, and 0 where there is no token, in a layer that needs them."""
+    """The ids of these tokens + 1, and 0 where there is no token, in a layer that needs them; with key_offset times -1
+    where a token saw none before it."""
 
     @override
     def tensors(self) -> dict[str, Tensor]:

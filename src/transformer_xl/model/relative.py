@@ -154,6 +154,12 @@ class RelativeModel(ModelWithMemory):
         if visible_BT is not None:
             key_T = torch.arange(memory.length, memory.length + num_new, device=visible_BT.device)  # of each token
             first_key_BT = (key_T + 1 - visible_BT).clamp(min=0)
+        starts_BT = None
+        if config.has_key_offset and visible_BT is not None:
+            starts_BT = visible_BT <= 1
+        elif config.has_key_offset and not memory.length:
+            padding_B1 = 0 if lengths_B is None else (num_new - lengths_B)[:, None]
+            starts_BT = torch.arange(num_new, device=x_BTD.device).expand(len(x_BTD), -1) == padding_B1
         encoding_PD = zero_PD = None  # None if the caches already hold the position keys
         if not isinstance(memory, KeyValueMemory):  # all layers share one dropout mask, as in the authors' code
             encoding_PD = self.input_dropout(_encode(num_rows, config.d_model, self.like, clamp), token_dim=0)
@@ -170,6 +176,7 @@ class RelativeModel(ModelWithMemory):
             attend=kernels.choose(self.attn_implementation or "auto", x_BTD.device, x_BTD.dtype).attend,
             dropout=config.attention_dropout if self.training else 0.0,
             ids_BT=memory.newest_ids(num_new) if config.id_layers else None,
+            starts_BT=starts_BT,
         )
 
 

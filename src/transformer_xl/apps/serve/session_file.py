@@ -124,8 +124,8 @@ def read_session(path: Path, models: Mapping[str, ServedModel]) -> Session:
             raise UserError(f"the memory in this file has another data type than this model ({name})")
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise UserError(f"the memory in this file has values that are not finite numbers ({name})")
-        # ids of tokens; those for n-gram embeddings are one higher
-        bound = served.inference.config.vocab_size + (name == "recent")
+        # ids of tokens; those for other embeddings are one higher
+        bound = served.inference.config.vocab_size + name.startswith(("recent", "ids_"))
         if not tensor.is_floating_point() and bool(((tensor < 0) | (tensor >= bound)).any()):
             raise UserError(f"the memory in this file has token ids that are not in the vocabulary ({name})")
     return replace(session, state=replace(session.state, tensors=tensors))

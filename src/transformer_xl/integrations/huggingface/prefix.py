@@ -34,7 +34,7 @@ class PrefixCache(KeyValues):
 
     @override
     def append(
-        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None
+        self, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None = None, starts_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor, PrefixCache]:
         """Append keys and values, as `KeyValueCache.append` does."""
         num_new = k_BTNH.shape[1]
@@ -66,11 +66,9 @@ def prefix_memory(model: TokenModel, prefix: DynamicCache, batch_size: int, limi
         UserError: the architecture has no keys and values in memory, or the prefix has another shape than it needs.
     """
     own = model.model if isinstance(model, InferenceModel) else model
-    if (
-        not isinstance(own, RelativeModel)
-        or own.config.has_key_offset
-        or (own.config.attends_empty_slots and own.config.norm_first)
-    ):
+    if isinstance(own, RelativeModel) and own.config.has_key_offset:
+        raise UserError("past_key_values is a DynamicCache, and with key_offset memory has other keys; use LoRA")
+    if not isinstance(own, RelativeModel) or (own.config.attends_empty_slots and own.config.norm_first):
         raise UserError(
             f"past_key_values is a DynamicCache, and the memory of {own.config.architecture} has no keys and values "
             "(or not these); give what the model returned, or to begin MemoryCache(); use prompt tuning or p-tuning"
