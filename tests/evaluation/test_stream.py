@@ -120,6 +120,18 @@ def test_every_architecture(settings: dict[str, Any], tmp_path: Path) -> None:
     np.testing.assert_allclose(nats_K, expected.nats_K, rtol=1e-12)
 
 
+def test_state_with_the_last_token_of_the_vocabulary_is_opened(tmp_path: Path) -> None:
+    """Where a prepared model caches ids beside hidden states."""
+    model = small_model(vocab_size=256, value_embeddings=True, attend_empty_memory=True, norm_first=True)
+    config = RunConfig(model=model.config, train=TrainConfig(segment_length=7, memory_length=11))
+    run = Run(model, ByteTokenizer(), config)
+    stream = SurprisalStream(run)
+    stream.read(b"\xfe\xff" * 10)
+    stream.save(tmp_path / "state")
+    loaded, _ = SurprisalStream.load(run, tmp_path / "state")
+    assert loaded.num_tokens == stream.num_tokens
+
+
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_saved_streams_continue_bit_for_bit(run_of, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Also within a character, and where the tokenizer waits for the end of a word."""
