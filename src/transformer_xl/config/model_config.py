@@ -88,6 +88,11 @@ class _Architecture(Settings):
         return self.__dict__.get("attend_empty_memory", False)
 
     @property
+    def has_key_offset(self) -> bool:
+        """Whether half of each key is that of the token before (the setting key_offset)."""
+        return self.__dict__.get("key_offset", False)
+
+    @property
     def attention_kernel(self) -> str | None:
         """Name of the attention kernel, or auto; None for a model that has none."""
         return self.__dict__.get("attn_implementation")
@@ -403,11 +408,6 @@ class RelativeLayerConfig(LayerConfig):
     def value_layers(self) -> range:
         """Indices of the layers that add an embedding of each token to its values."""
         return range(0)
-
-    @property
-    def has_key_offset(self) -> bool:
-        """Whether half of each key is that of the token before (the setting key_offset)."""
-        return self.__dict__.get("key_offset", False)
 
     @property
     def id_layers(self) -> range:

@@ -62,7 +62,7 @@ def receptive_field(model: TokenModel, plan: EvaluationPlan) -> int | None:
         return plan.extended_context_length
     if model.config.is_recurrent:
         return None
-    num_more, window = int(getattr(model.config, "has_key_offset", False)), plan.context_limits.attention_window
+    num_more, window = int(model.config.has_key_offset), plan.context_limits.attention_window
     through_memory = memory + num_more + (num_layers - 1) * _round_up(memory + num_more, plan.segment_length)
     attended = through_memory if window is None else min(through_memory, num_layers * (window - 1 + num_more))
     # the n-grams of the oldest token, which may be of its own segment however short the memory is

@@ -382,7 +382,7 @@ class LanguageModel(ModelWithMemory):
         memory = self.check_memory(memory, len(inputs_BTD))
         if tokens_BT is None:
             self.check_dtype(inputs_BTD)
-            if getattr(self.config, "has_key_offset", False):
+            if self.config.has_key_offset:
                 raise UserError("a model with key_offset needs token ids, and cannot read continuous inputs")
         if not self.num_recent:
             return inputs_BTD, memory
