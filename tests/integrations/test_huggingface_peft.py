@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from integrations.runs import opened
 from small_runs import MEMORY, SEGMENT, ids, make_run
 from torch import Tensor
@@ -54,8 +55,8 @@ def test_what_is_put_before_a_text_is_learned(method: str, name: str, tmp_path: 
         with pytest.raises(UserError, match=r"memory of lstm has no keys and values.* use prompt tuning"):
             model(input_ids=rows_BT, attention_mask=mask_BT)
         return
-    if name == "key offset":
-        with pytest.raises(UserError, match="use LoRA" if method == "prefix" else "this model needs token ids"):
+    if name == "key offset" and method != "prefix":
+        with pytest.raises(UserError, match="this model needs token ids"):
             model(input_ids=rows_BT, attention_mask=mask_BT)
         return
     for _ in range(8):
@@ -88,7 +89,9 @@ def test_what_is_put_before_a_text_is_learned(method: str, name: str, tmp_path: 
                 assert torch.equal(logits_BTV[:, -1].argmax(-1), made_BT[:, column + 1])
 
 
-@pytest.mark.parametrize("name", ["transformer-xl", "window", "shaw", "attends to empty memory", "n-grams"])
+@pytest.mark.parametrize(
+    "name", ["transformer-xl", "window", "shaw", "attends to empty memory", "n-grams", "key offset"]
+)
 def test_a_prefix_of_the_keys_of_tokens_is_their_memory(name: str, tmp_path: Path) -> None:
     """Under gradients and without, with padding on both sides, beyond a segment."""
     _, model, _ = opened(tmp_path / "run", name, dropout=0.0)
@@ -97,7 +100,16 @@ def test_a_prefix_of_the_keys_of_tokens_is_their_memory(name: str, tmp_path: Pat
         cache = model(before_BT, past_key_values=MemoryCache()).past_key_values
         expected_BTV = model(after_BT, past_key_values=cache).logits
         memory = model(before_BT, past_key_values=MemoryCache()).past_key_values.memory
-    prefix = [[cache.tensors()[key][:, :, -5:].clone() for key in ("keys", "values")] for cache in memory.layers]
+    rows = [cache.tensors() for cache in memory.layers]
+    num_slots = rows[0]["values"].shape[2]
+    prefix = [[one[key][:, :, num_slots - 5 : num_slots].clone() for key in ("keys", "values")] for one in rows]
+    if name == "key offset":  # the first token after a prefix sees none before it
+        with torch.no_grad():
+            whole = {f"keys_{i}": F.pad(one["keys"][:, :, :-1], (0, 0, 0, 1)) for i, one in enumerate(rows)}
+            cache = model(before_BT, past_key_values=MemoryCache()).past_key_values
+            cache.memory = memory.with_tensors(memory.tensors() | whole)
+            of_tokens_BTV, expected_BTV = expected_BTV, model(after_BT, past_key_values=cache).logits
+            assert not torch.allclose(of_tokens_BTV, expected_BTV)
     if name == "n-grams":  # they embed the ids of the tokens before, which a prefix has not
         with torch.no_grad():
             assert not torch.allclose(model(after_BT, past_key_values=DynamicCache(prefix)).logits, expected_BTV)
@@ -108,6 +120,15 @@ def test_a_prefix_of_the_keys_of_tokens_is_their_memory(name: str, tmp_path: Pat
         torch.testing.assert_close(output.logits, expected_BTV, **CLOSE)
         assert output.past_key_values.get_seq_length() == mask_BT.shape[1]
     model.requires_grad_(False)
+    attends_empty = name == "attends to empty memory"
+    if not attends_empty:  # which sees other slots then
+        mask_BT[0, 5:8] = 0  # padding before one row alone
+        shifted_BT = torch.stack([after_BT[0].roll(3), after_BT[1]])
+        arguments = {"attention_mask": mask_BT, "use_cache": False}
+        leaves = [[one.clone().requires_grad_() for one in pair] for pair in prefix]
+        logits_BTV = model(shifted_BT, past_key_values=DynamicCache(leaves), **arguments).logits
+        torch.testing.assert_close(logits_BTV[0, 3:], expected_BTV[0, :-3], **CLOSE)
+        torch.testing.assert_close(logits_BTV[1], expected_BTV[1], **CLOSE)
     for side in ("left", "right"):
         ids_BT, mask_BT = torch.full((2, after_BT.shape[1] + 3), 256), torch.zeros(2, after_BT.shape[1] + 8)
         columns = slice(3, None) if side == "left" else slice(0, -3)
@@ -117,7 +138,7 @@ def test_a_prefix_of_the_keys_of_tokens_is_their_memory(name: str, tmp_path: Pat
         arguments = {"attention_mask": mask_BT[:, 5:] if side == "right" else mask_BT, "use_cache": False}
         logits_BTV = model(ids_BT, past_key_values=DynamicCache(leaves), **arguments).logits[:, columns]
         # with gradients, models that attend to empty memory too read segments
-        compared = slice(SEGMENT if name == "attends to empty memory" else None)
+        compared = slice(SEGMENT if attends_empty else None)
         torch.testing.assert_close(logits_BTV[:, compared], expected_BTV[:, compared], **CLOSE)
         # the memory of the second segment has tokens of the prefix, that of the third has none
         parts = [(SEGMENT, True), (2 * SEGMENT, False)]
