@@ -232,7 +232,7 @@ def contestant(row: Results) -> str:
     details += [f"{sizes['n_layers']} layer{'s' * (sizes['n_layers'] > 1)} of {sizes['d_model']}"]
     details += [name.replace("_", " ") for name in ("value_embeddings", "key_offset") if sizes.get(name)]
     details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []
-    details += [f"segments of {train['segment_length']}"] if "memory_length" in train else []
+    details += [f"segments of {train['segment_length']}"] if "segment_length" in train else []
     return ", ".join([name, *details, f"rate {train['learning_rate']:g}"])
 
 

@@ -90,18 +90,15 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
             for layers, rate in shapes
         ]
-        length, rows = args.block_size, STEP_TOKENS // args.block_size
-        blocks = [{**size, "block_size": length, "batch_size": rows} for size in sizes]
-        segments = [
-            {**size, "segment_length": 64, "memory_length": 64, "batch_size": 32, "shuffle_length": 256}
-            for size in sizes
-        ]
+        block_size, segment_length = (args.block_size or usual for usual in (128, 64))
+        blocks = [{**size, "block_size": block_size, "batch_size": STEP_TOKENS // block_size} for size in sizes]
+        segments = [{**size, **in_segments(segment_length), "memory_length": segment_length} for size in sizes]
         nanochats = [
             {**block, "checkout": str(args.nanochat), "learning_rate": 10 * block["learning_rate"]}  # Muon's
             for block in blocks
         ]
         own, epochs = {"max_ngram": 1, **ngrams, **OWN_PARTS}, {} if ngrams else {"max_epochs": None}
-        own_segments = {"segment_length": length, "memory_length": length, "batch_size": rows}
+        own_segments = {**in_segments(block_size), "memory_length": block_size}
         ours = [
             {
                 "recipe": "fast-small",
@@ -110,18 +107,12 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             }
             for layers, rate in shapes
         ]
-        adamw = {
-            "optimizer": "adamw",
-            "segment_length": 64,
-            "batch_size": 32,
-            "max_grad_norm": 1.0,
-            "shuffle_length": 256,
-        }
         lstms = [
             {
                 "recipe": None,
                 "model": {"architecture": "lstm", "n_layers": layers, "d_model": 448, "dropout": 0.0, **ngrams},
-                "train": {**adamw, "learning_rate": 2 * rate},
+                "train": {"optimizer": "adamw", "max_grad_norm": 1.0, "learning_rate": 2 * rate}
+                | in_segments(segment_length),
             }
             for layers in ((args.layers,) if args.layers else (1, 2))
             for rate in rates
@@ -137,6 +128,11 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
             Contestant(f"x-transformers{suffix}", "competitor_x_transformers", segments),
         ]
     return found
+
+
+def in_segments(length: int) -> dict[str, Any]:
+    """Return the settings of training by segments of this length, pieces of at least two in random order."""
+    return {"segment_length": length, "batch_size": STEP_TOKENS // length, "shuffle_length": max(256, 2 * length)}
 
 
 def contestants(args: argparse.Namespace) -> list[Contestant]:
@@ -420,7 +416,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--layers", type=positive, help="of each model, instead of two sizes")
     parser.add_argument(
-        "--block-size", type=positive, default=128, help="of blocks; of segments and memory of ours (128)"
+        "--block-size", type=positive, help="of blocks, segments and memory (128; LSTM and x-transformers 64)"
     )
     parser.add_argument("--rate-factor", type=float, default=1.0, help="of all learning rates (1)")
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
@@ -439,7 +435,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
-    if STEP_TOKENS % args.block_size:
+    if args.block_size and STEP_TOKENS % args.block_size:
         parser.error(f"--block-size {args.block_size} does not divide {STEP_TOKENS:,}, the tokens of a step")
     if args.out is None:
         args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}.json"
