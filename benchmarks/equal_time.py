@@ -5,7 +5,7 @@
     python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
 
 The settings of all are chosen alike: of each, two sizes at three learning rates, without n-gram embeddings, and with
-those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers`, `--rate-factor` and `--block-size` add other
+those of `fast-small` (ours-ngrams, lstm-ngrams and so on). `--layers`, `--rates` and `--block-size` add other
 sizes, rates and lengths to a file. Those with n-gram embeddings read the text once at most, as they learn by heart what
 they read twice. All read the whole text in random order before they read any of it again, but for nanoGPT without
 n-gram embeddings, which draws its blocks from anywhere.
@@ -79,12 +79,12 @@ class Contestant:
 
 
 def all_contestants(args: argparse.Namespace) -> list[Contestant]:
-    """Return all contestants with two sizes of each, or `--layers`, at three rates, without and with n-grams."""
+    """Return all contestants with two sizes of each, or `--layers`, at all rates, without and with n-grams."""
     found = []
     # n-gram embeddings need fewer layers
     for suffix, ngrams, usual in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
         depths = (args.layers,) if args.layers else usual
-        rates = [args.rate_factor * rate for rate in (1e-3, 2e-3, 4e-3)]
+        rates = [float(rate) for rate in args.rates.split(",")]
         shapes = [(layers, rate) for layers in depths for rate in rates]
         sizes = [
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
@@ -418,7 +418,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--block-size", type=positive, help="of blocks, segments and memory (128; LSTM and x-transformers 64)"
     )
-    parser.add_argument("--rate-factor", type=float, default=1.0, help="of all learning rates (1)")
+    parser.add_argument(
+        "--rates", default="1e-3,2e-3,4e-3", help="AdamW's; LSTM times 2, ours 5, nanochat 10 (1e-3,2e-3,4e-3)"
+    )
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
