@@ -80,7 +80,7 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
 def test_key_offset_is_refused_where_it_has_no_meaning(make_model):
     with pytest.raises(UserError, match="cannot read continuous inputs"):
         make_model(key_offset=True)(inputs=torch.zeros(1, 3, 14, dtype=torch.float64))
-    with pytest.raises(UserError, match="give attend_empty_memory false"):
+    with pytest.raises(UserError, match="set key_offset or attend_empty_memory"):
         make_model(key_offset=True, attend_empty_memory=True)
 
 
