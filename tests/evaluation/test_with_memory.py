@@ -158,7 +158,7 @@ def test_without_warmup_sequences_start_with_empty_memory(make_model) -> None:
 @pytest.mark.parametrize("steps_on_device", [1, 2, 512])
 def test_every_token_is_scored_once(make_model, monkeypatch, length, batch_size, steps_on_device) -> None:
     """Including the last, short segment and sequence, whenever losses are copied from the device."""
-    monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_DEVICE", steps_on_device)
+    monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_CPU", steps_on_device)
     model, tokens_K, progress = make_model(), random_tokens(length), []
     plan = EvaluationPlan(7, ContextLimits(11), batch_size=batch_size)
     chunks = list(stream_losses(model, TokenizedText(tokens_K, BOS), plan, progress.append))
@@ -204,9 +204,17 @@ def test_documents_of_one_segment_are_one_batch_without_memory(make_model, monke
     assert shapes == [(143, 7, 0)]
 
 
+def test_no_losses_wait_on_a_cpu(make_model) -> None:
+    """Where they would leave holes in memory, of 2 GB for 300,000 tokens."""
+    text, plan = TokenizedText(random_tokens(112), bos_token_id=BOS), EvaluationPlan(7, ContextLimits(11))
+    progress: list[int] = []
+    for number, _ in enumerate(stream_losses(make_model(), text, plan, progress.append)):
+        assert len(progress) == number + 1
+
+
 def test_memory_use_does_not_grow_with_the_text(make_model, monkeypatch) -> None:
     """In the second half of 16 segments, the tensors together are never larger than in the first half."""
-    monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_DEVICE", 4)
+    monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_CPU", 4)
     text, plan = TokenizedText(random_tokens(112), bos_token_id=BOS), EvaluationPlan(7, ContextLimits(11))
     sizes: list[int] = []
 

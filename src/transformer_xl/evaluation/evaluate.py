@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 # losses are copied from the device after this many steps or losses, because each copy synchronizes with the device
 _MAX_STEPS_ON_DEVICE = 512
 _MAX_LOSSES_ON_DEVICE = 2**20
+# small tensors that are kept leave holes between the large ones of each step, which were 8 KB for each token
+_MAX_STEPS_ON_CPU = 1
 
 _METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic, "both-sides": both_sides}
 
@@ -255,7 +257,8 @@ def stream_losses(
             if progress:
                 progress(sum(span.length for span in scored))
             num_pending = sum(nats_BT.numel() for nats_BT, _ in pending)
-            if len(pending) == _MAX_STEPS_ON_DEVICE or num_pending >= _MAX_LOSSES_ON_DEVICE:
+            max_steps = _MAX_STEPS_ON_CPU if nats_BT.device.type == "cpu" else _MAX_STEPS_ON_DEVICE
+            if len(pending) == max_steps or num_pending >= _MAX_LOSSES_ON_DEVICE:
                 yield from _fetch(pending)
                 pending.clear()
         if pending:
