@@ -54,9 +54,14 @@ STEPS |= {"log_interval": 1, "checkpoint_interval": 10, "eval_tokens": 600, "dty
 PTB = {"n_layers": 3, "d_model": 40, "n_heads": 2, "d_head": 20, "d_ff": 60, "vocab_size": None}
 PTB_TRAIN = {"segment_length": 24, "extended_context_length": 24, "warmup_steps": 4, "average_start_step": 10}
 BFLOAT16 = {"dtype": "bfloat16"}
+# the recipe demo with lengths and parts that it had when files of other processors were written
+DEMO = {"value_embeddings": False, "key_offset": False, "max_ngram": 8}
+DEMO_TRAIN = {"segment_length": 64, "memory_length": 128, "batch_size": 32}
 TRAINING: dict[str, tuple[str | None, str, dict[str, Any], dict[str, Any]]] = {
-    "demo": ("demo", "bytes", {"max_ngram": 8}, {"max_steps": 50, "warmup_steps": 5, **BFLOAT16}),
-    "demo-float32": ("demo", "bytes", {"ngram_buckets": 4096, "max_ngram": 8}, {"max_steps": 20, "batch_size": 8}),
+    "demo": ("demo", "bytes", DEMO, {**DEMO_TRAIN, "max_steps": 50, "warmup_steps": 5, **BFLOAT16}),
+    "demo-float32": (
+        "demo", "bytes", {**DEMO, "ngram_buckets": 4096}, {**DEMO_TRAIN, "max_steps": 20, "batch_size": 8},
+    ),
     "ptb": ("ptb", "words", PTB, {**PTB_TRAIN, "batch_size": 4}),
     "tiny": ("tiny", "words", {}, {"max_steps": 10}),  # with cutoffs auto
     **{name: (None, corpus, model, {}) for name, (corpus, model) in MODELS.items() if name != "wide"},

@@ -8,8 +8,9 @@ RUN is the folder of a run, or the name of a recipe, of which a run with random 
 of its own. Each client sends one request after the other and reads the stream; with --drop, that share of requests is
 given up after the first tokens. With --check, so many of the texts are compared with those of the same requests alone.
 
-The bound is what the processor's memory bandwidth allows: a step reads the weights once, but for the tables of
-n-grams, and the keys and values of every sequence. The bandwidth is measured here, before the server starts.
+The bound is what the processor's memory bandwidth allows: a step reads the weights once, but for the tables of n-grams
+and value embeddings, and the keys and values of every sequence. The bandwidth is measured here, before the server
+starts.
 
 The peer is a plain server around transformers' `generate` with the same run: it puts all requests that wait into one
 batch, padded on the left, and answers them when the batch is done (implementations/transformers_server.py).
@@ -285,8 +286,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(args.run, Path(folder), args.memory_length)
         loaded = load(run, device="cpu")
-        ngrams = loaded.model.ngrams  # a step reads a few rows of these tables
-        looked_up = 0 if ngrams is None else sum(parameter.numel() for parameter in ngrams.parameters())
+        tables = re.compile(r"ngrams\.tables\.|.*\.value_embedding\.table\.")  # a step reads a few rows of these
+        looked_up = sum(one.numel() for name, one in loaded.model.named_parameters() if tables.match(name))
         number_bytes = 2 if "bfloat16" in args.option else 4
         weights = number_bytes * (loaded.model.num_parameters() - looked_up)
         slots = memory_plan(loaded).context_limits.memory_length

@@ -457,7 +457,7 @@ class TransformerXLConfig(RelativeConfig):
     def _check_key_offset(self) -> Self:
         if self.key_offset and self.attend_empty_memory:
             raise ValueError(
-                "key_offset is for models that do not attend to empty slots; set key_offset or attend_empty_memory to false"
+                "key_offset is for models that attend to no empty slots; set key_offset or attend_empty_memory to false"
             )
         return self
 

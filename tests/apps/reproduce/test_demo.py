@@ -104,7 +104,7 @@ def test_end_of_the_prompt_is_marked_in_a_sample_at_each_temperature(report: tup
     assert values["prompt"] == scored[: scored.rindex("\n\n") + 2]
     # not read_text, which would change a carriage return in the sample
     marked = re.findall(r"<pre><mark>(.*?)</mark>(.*?)</pre>", file.read_bytes().decode(), flags=re.DOTALL)
-    assert list(values["samples"]) == ["0.7", "1"]
+    assert list(values["samples"]) == ["0.9", "1"]
     assert [tuple(map(unescape, parts)) for parts in marked] == [
         ("".join(values["prompt"].splitlines(keepends=True)[-3:]), text) for text in values["samples"].values()
     ]

@@ -51,7 +51,8 @@ _BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster
 _PARTS = 16  # of that text, whose differences give the spread
 _PROMPT_BYTES = 4096  # of the test text at most, up to a blank line; from a line or two small models repeat themselves
 _PROMPT_LINES = 12  # that are shown, its last ones
-_TEMPERATURES = (0.7, 1.0)
+_TEMPERATURES = (0.9, 1.0)
+_PENALTY = 1.1  # without it models that have learnt to copy repeat themselves
 _PASSAGE = 200  # tokens that are shown with what memory gained
 _STRONG_ATTENTION = 20  # percent that have the strongest color
 
@@ -192,7 +193,9 @@ def _report(
         "xz_bits_per_byte": 8 * len(lzma.compress(content, preset=9)) / len(content),
         "prompt": prompt,
         "samples": {
-            f"{temperature:g}": generate(run, prompt, max_new_tokens=300, temperature=temperature, seed=1).text
+            f"{temperature:g}": generate(
+                run, prompt, max_new_tokens=300, temperature=temperature, repetition_penalty=_PENALTY, seed=1
+            ).text
             for temperature in _TEMPERATURES
         },
         "seconds": time.perf_counter() - start,
@@ -335,7 +338,7 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
             heading("Samples"),
             paragraph(
                 f"The prompt is the first {len(values['prompt']):,} characters of the test text; its last lines are "
-                "marked. The model generated the rest (top-k 40, seed 1)."
+                f"marked. The model generated the rest (top-k 40, repetition penalty {_PENALTY}, seed 1)."
             ),
             *(
                 element
@@ -347,7 +350,8 @@ def demo_page(training: TrainResult, values: Mapping[str, Any], source: str, pas
                 "# how surprising each line of your file is to it\n"
                 f"txl score {quoted(folder.path)} YOUR-FILE.py --per line\n\n"
                 f"# other prompts, best of a page or more\n"
-                f"txl generate {quoted(folder.path)} --prompt-file YOUR-FILE.py --num-samples 3\n\n"
+                f"txl generate {quoted(folder.path)} --prompt-file YOUR-FILE.py --temperature 0.9 \\\n"
+                f"  --repetition-penalty {_PENALTY}\n\n"
                 f"# what its heads look at\ntxl analyze attention {quoted(folder.path)}\n\n"
                 "# a model of your own text, in about five minutes\n"
                 "txl prepare YOUR-FILES --out my-corpus\ntxl train --corpus my-corpus --run my-run\n\n"

@@ -41,7 +41,7 @@ def demo(
         print_json(values)
         return 0
     num_bytes, num_curve_bytes = values["test"]["bytes"], values["by_memory_length"][0]["bytes"]
-    sample = f"{prompt_end(values).rstrip()}\n--- generated:\n{values['samples']['0.7']}"
+    sample = f"{prompt_end(values).rstrip()}\n--- generated:\n{values['samples']['0.9']}"
     print(f"\nA sample, after lines of the test text:\n\n{sample}\n")
     print_table(f"Test: {num_bytes:,} bytes of files never seen in training", COLUMNS, rows(values))
     print_table(f"The first {num_curve_bytes:,} of these bytes", CURVE_COLUMNS, curve_rows(values))
