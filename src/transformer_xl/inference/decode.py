@@ -105,7 +105,8 @@ class DecodeTables:
         rows, gates = [none] * len(self.value_embeddings), [none] * len(self.value_embeddings)
         for layer, embedding in enumerate(self.value_embeddings):
             if embedding is not None and ids_BT is not None:
-                rows[layer], gates[layer] = embedding.rows(ids_BT).to(x_BTD.dtype), embedding.gate.to(x_BTD.dtype)
+                rows[layer] = embedding.rows(ids_BT).to(x_BTD.dtype)
+                gates[layer] = embedding.gate.to(self.dtype).to(x_BTD.dtype)  # rounded, as its module rounds it
         return rows, gates
 
 
