@@ -100,20 +100,20 @@ def test_rows_go_on_inside_their_segments_and_can_be_selected(make_model, texts)
     assert reader.num_read == starts  # the rows that others were selected from are as they were
 
 
+@pytest.mark.parametrize("name", ["plain", "no memory"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @torch.no_grad()
-def test_memory_that_is_handed_on_has_its_own_slots(make_model, texts):
+def test_memory_that_is_handed_on_has_its_own_slots(make_model, texts, settings, name):
     """After a text, the memory is that of a reader of whole segments, and a continuation begins a segment."""
-    model = prepare_inference(make_model())
-    readers = [
-        Reader.begin(model, 1, LIMITS["plain"], segment_length=SEGMENT, partial=partial) for partial in (False, True)
-    ]
+    model, limits = prepare_inference(make_model(**settings)), LIMITS[name]
+    readers = [Reader.begin(model, 1, limits, segment_length=SEGMENT, partial=partial) for partial in (False, True)]
     memories = []
     for reader, stride in zip(readers, (SEGMENT, 5), strict=True):
         read_together(reader, texts[:1], stride)
         memories.append(reader.memory)
     for name, tensor in memories[0].tensors().items():
         torch.testing.assert_close(memories[1].tensors()[name], tensor, rtol=1e-10, atol=1e-10)
-    assert memories[1].context_limits == LIMITS["plain"]
+    assert memories[1].context_limits == limits
     nexts = [Reader(model, memory, segment_length=SEGMENT, partial=True) for memory in memories]
     first, second = (read_together(reader, texts[1:2], None)[0] for reader in nexts)
     torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-10)

@@ -198,13 +198,17 @@ def test_error_while_a_token_is_chosen_leaves_the_state(make_inference, max_draf
     assert_same_memory(generator.memory(), expected.memory())
 
 
+@pytest.mark.parametrize("settings", [{}, {"key_offset": True}])
 @pytest.mark.parametrize("context_limits", [ContextLimits(31), ContextLimits(5, attention_window=6)])
 @pytest.mark.parametrize(("first", "prepared"), [(3, True), (16, True), (7, False)])
-def test_generation_continues_a_memory(make_model, context_limits: ContextLimits, first: int, prepared: bool) -> None:
+def test_generation_continues_a_memory(
+    make_model, context_limits: ContextLimits, first: int, prepared: bool, settings: dict[str, Any]
+) -> None:
     """A prompt read in two parts, of which the first has `first` tokens, equals the prompt read at once; the memory of
     the first part is not changed, whether it holds keys and values or (of a model that is not prepared) hidden
     states."""
-    model = prepare_inference(make_model()) if prepared else make_model()
+    plain = make_model(**settings)
+    model = prepare_inference(plain) if prepared else plain
     expected_TV, _, _ = generate_forced(model, TEXT[:17], TEXT[17:], model.initial_memory(1, context_limits))
     with torch.no_grad():
         _, memory = model(torch.tensor([TEXT[:first]]), model.initial_memory(1, context_limits))

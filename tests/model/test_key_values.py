@@ -68,13 +68,16 @@ def test_successive_memories_share_storage_that_stays_small(make_model, tokens):
     assert memory.valid_B.tolist() == [200]
 
 
-def test_two_continuations_of_one_memory_are_independent(make_model, tokens):
-    plain = make_model()
+@pytest.mark.parametrize("settings", [{}, {"key_offset": True}, {"key_offset": True, "d_head": 5}])
+def test_two_continuations_of_one_memory_are_independent(make_model, tokens, settings):
+    plain = make_model(**settings)
     model = prepare_inference(plain)
     prompt, first_text, second_text = tokens(2, 7), tokens(2, 3, seed=5), tokens(2, 3, seed=6)
     _, memory = run_parts(model, model.initial_memory(2), prompt)
     before = copied_tensors(memory)
-    continuations = [run_parts(model, memory, text) for text in (first_text, second_text, first_text)]
+    continuations = [run_parts(model, memory, text) for text in (first_text, second_text)]
+    model(first_text, memory, visible=torch.tensor([[1, 2, 3]] * 2))  # its first token sees none before it
+    continuations.append(run_parts(model, memory, first_text))
     torch.testing.assert_close(continuations[2][0], continuations[0][0], **EXACT)
     assert_same_tensors(memory, before)
     # the third continuation repeats the first, so it is left out

@@ -150,8 +150,11 @@ class KeyValueCache(KeyValues):
         if k_BTNH.requires_grad and torch.is_grad_enabled():
             raise UserError("a KV cache passes no gradient; train the model itself, or use torch.inference_mode()")
         num_new, num_keys = k_BTNH.shape[1], self.length + k_BTNH.shape[1]
-        cache = self.reserve(num_new, k_BTNH.dtype)
-        start, has_offset = cache.end - num_new, bool(cache.storage.num_begun)
+        has_offset, cache = bool(self.storage.num_begun), self
+        if has_offset and self.length and starts_BT is not None and (not starts_BT.is_cpu or starts_BT[:, 0].any()):
+            cache = super().map(Tensor.clone)  # clears the half that is known, which other memories share
+        cache = cache.reserve(num_new, k_BTNH.dtype)
+        start = cache.end - num_new
         if has_offset:
             begun_B1NH = cache.storage.k_BNCH[:, :, start : start + 1].transpose(1, 2)
             unpadded_BT = starts_BT if lengths_B is None else None  # padding would clear the half that is known
@@ -205,9 +208,17 @@ class KeyValueCache(KeyValues):
         return r_NHP[..., r_NHP.shape[-1] - num_distances :].permute(2, 0, 1)
 
     @override
-    def tensors(self) -> dict[str, Tensor]:
+    def views(self) -> dict[str, Tensor]:
         k_BNMH, v_BNMH = self.newest(self.length)
         return {"keys": k_BNMH, "values": v_BNMH}
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = self.views()
+        if self.storage.num_begun:  # of its last row a memory that goes on from here writes the other half
+            k_BNYH = tensors["keys"] = tensors["keys"].clone()
+            k_BNYH[:, :, -1, : _num_own(k_BNYH)] = 0
+        return tensors
 
     @override
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KeyValueCache:
@@ -239,7 +250,7 @@ def offset_halves(
         starts_BX: the tokens that see none before them, whose half is 0; None if all see one.
         is_token_BY: false where `before_BYNH` is of an empty slot, after which that half is 0; None for no such slot.
     """
-    split = own_BXNH.shape[-1] - own_BXNH.shape[-1] // 2
+    split = _num_own(own_BXNH)
     own_BXNH, before_BYNH = own_BXNH[..., :split], before_BYNH[..., split:]
     if is_token_BY is not None:
         before_BYNH = before_BYNH * is_token_BY[..., None, None]
@@ -249,6 +260,11 @@ def offset_halves(
         starts_BX = starts_BX if lengths_B is None else padding_first(starts_BX, num_new, lengths_B)
         before_BYNH = before_BYNH * F.pad(~starts_BX, (0, 1), value=True)[..., None, None]
     return torch.cat([F.pad(own_BXNH, (0, 0, 0, 0, 0, 1)), before_BYNH], dim=-1)
+
+
+def _num_own(k_BXNH: Tensor) -> int:
+    """Return how many numbers of a key are its token's own; the others are those of the token before."""
+    return k_BXNH.shape[-1] - k_BXNH.shape[-1] // 2
 
 
 class KeyValueMemory(Memory[KeyValueCache]):

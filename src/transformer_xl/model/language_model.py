@@ -406,13 +406,8 @@ def _ids_with_recent(tokens_BT: Tensor | None, memory: Memory, num_new: int, len
     A memory with fewer slots than recent tokens passes on only as many as it has slots. The new ones are the last
     `num_new` columns; padding, which comes first among them, is moved before the recent tokens.
     """
-    recent_BR = memory.recent_BR
+    recent_BR = memory.seen_ids
     assert recent_BR is not None
-    num_recent = recent_BR.shape[1]
-    if memory.length < num_recent:
-        recent_BR = torch.cat(
-            [torch.zeros_like(recent_BR[:, memory.length :]), recent_BR[:, num_recent - memory.length :]], dim=1
-        )
     # continuous inputs have no ids
     new_BT = recent_BR.new_zeros(len(recent_BR), num_new) if tokens_BT is None else tokens_BT + 1
     ids_BS = torch.cat([recent_BR, new_BT], dim=1)

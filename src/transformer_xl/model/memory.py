@@ -75,6 +75,10 @@ class LayerCache:
         """Return the tensors of the cache by name; their first dimension is the batch."""
         return {_without_suffix(field.name): getattr(self, field.name) for field in fields(self)}
 
+    def views(self) -> dict[str, Tensor]:
+        """Return the tensors as they are stored, to copy a part of them or to write into them."""
+        return self.tensors()
+
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
@@ -182,6 +186,14 @@ class Memory(Displayed, Generic[Cache]):
         """Whether every slot is known to be filled."""
         return self.min_valid >= self.length
 
+    @property
+    def seen_ids(self) -> Tensor | None:
+        """`recent_BR` with only as many tokens as there are slots, and 0 for those before them."""
+        recent_BR, num_hidden = self.recent_BR, 0 if self.recent_BR is None else self.recent_BR.shape[1] - self.length
+        if recent_BR is None or num_hidden <= 0:
+            return recent_BR
+        return torch.cat([torch.zeros_like(recent_BR[:, :num_hidden]), recent_BR[:, num_hidden:]], dim=1)
+
     def newest_ids(self, num_new: int) -> Tensor:
         """Return the ids of the T new tokens (B, T), as in `recent_BR`; of the memory that `embed` returned."""
         assert self.recent_BR is not None
@@ -263,12 +275,16 @@ class Memory(Displayed, Generic[Cache]):
 
     def resized(self, length: int) -> Self:
         """Return the memory with `length` slots: empty ones are added in front, or the oldest are dropped."""
+        layers = self.layers
+        if length > self.length == 0:  # what is left of tokens that no later one was to see
+            layers = tuple(cache.map(torch.zeros_like) for cache in layers)
         return replace(
             self,
-            layers=tuple(cache.resized(length, length - self.length) for cache in self.layers),
+            layers=tuple(cache.resized(length, length - self.length) for cache in layers),
             valid_B=self.valid_B.clamp(max=length),
             context_limits=replace(self.context_limits, memory_length=length),
             min_valid=min(self.min_valid, length),
+            recent_BR=self.seen_ids,
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:

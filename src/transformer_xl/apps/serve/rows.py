@@ -67,7 +67,7 @@ def row_state(memory: Memory, row: int, newest: int, memory_length: int, *, drop
     """
     num_valid, tensors = min(int(memory.valid_B[row]), memory_length), dict[str, Tensor]()
     for index, cache in enumerate(memory.layers):
-        for name, tensor in cache.tensors().items():
+        for name, tensor in cache.views().items():
             part = tensor[row : row + 1]
             if drop_empty:
                 start = memory.length - num_valid
@@ -183,7 +183,7 @@ class RowBatch(Generic[Occupant]):
         last = len(self.occupants) - 1
         occupant = self.occupants[last]
         if occupant is not None and row != last:
-            tensors = {name: tensor[last] for name, tensor in self.memory.tensors().items()}
+            tensors = {name: tensor[last] for name, tensor in _views(self.memory).items()}
             self._write(row, occupant, tensors, self._num_read[last])
         del self.occupants[last], self._num_read[last]
 
@@ -192,7 +192,7 @@ class RowBatch(Generic[Occupant]):
         self.occupants[row], self._num_read[row] = occupant, num_read
         num_filled, slot_dims = self._num_filled(num_read), _slot_dims(self.memory)
         self._clear(row, num_filled)
-        for name, tensor in self.memory.tensors().items():
+        for name, tensor in _views(self.memory).items():
             given, place = source[name], tensor[row]
             if name in slot_dims and (self._storage or given.shape != place.shape):
                 dim = slot_dims[name] - 1
@@ -287,7 +287,14 @@ class RowBatch(Generic[Occupant]):
 
 def _slot_dims(memory: Memory) -> dict[str, int]:
     """Return the dimension of the slots in each tensor of the caches, named as in `Memory.tensors`."""
-    return {f"{name}_{i}": cache.slot_dim for i, cache in enumerate(memory.layers) for name in cache.tensors()}
+    return {f"{name}_{i}": cache.slot_dim for i, cache in enumerate(memory.layers) for name in cache.views()}
+
+
+def _views(memory: Memory) -> dict[str, Tensor]:
+    """Return the tensors of `Memory.tensors` as they are stored, so that a row can be written."""
+    caches = {f"{name}_{i}": view for i, cache in enumerate(memory.layers) for name, view in cache.views().items()}
+    counts = {"valid": memory.valid_B, "position": memory.position_B}
+    return caches | counts | ({} if memory.recent_BR is None else {"recent": memory.recent_BR})
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
