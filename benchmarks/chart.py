@@ -176,10 +176,11 @@ def _equal_time_rows(rows: list[Results]) -> list[str]:
     for row in rows:
         low, high = row["range"]
         span = f"{low:.3f} to {high:.3f}" if row["seeds"] > 1 else ""
+        context = "its state" if row["contestant"].startswith("lstm") else f"{row['context']:,}"
         lines.append(
             f"| {contestant(row)} | {row['test_bits_per_token']:.3f} | {span} | "
             f"{2 ** row['test_bits_per_token']:.4g} | {row['seeds']} | "
-            f"{row['parameters']:,} | {row['steps']:,} | {row['context']:,} | {row['choices_tried']} |"
+            f"{row['parameters']:,} | {row['steps']:,} | {context} | {row['choices_tried']} |"
         )
     return lines
 

@@ -84,8 +84,7 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
     # n-gram embeddings need fewer layers
     for suffix, ngrams, usual in (("", {}, (2, 4)), ("-ngrams", NGRAMS, (1, 2))):
         depths = (args.layers,) if args.layers else usual
-        rates = [float(rate) for rate in args.rates.split(",")]
-        shapes = [(layers, rate) for layers in depths for rate in rates]
+        shapes = [(layers, rate) for layers in depths for rate in args.rates]
         sizes = [
             {"n_layer": layers, "n_head": 4, "n_embd": 256, "learning_rate": rate, "ngrams": ngrams}
             for layers, rate in shapes
@@ -115,7 +114,7 @@ def all_contestants(args: argparse.Namespace) -> list[Contestant]:
                 | in_segments(segment_length),
             }
             for layers in ((args.layers,) if args.layers else (1, 2))
-            for rate in rates
+            for rate in args.rates
         ]
         found += [
             Contestant(f"ours{suffix}", "competitor_ours", ours),
@@ -391,7 +390,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         best = {contestant.name: comparison.best_of_shorter(contestant) for contestant in chosen}
         choices = list(in_turns([(contestant, best[contestant.name]) for contestant in chosen]))
         comparison.measure_steps(choices)
-        first_seed, *seeds = [int(seed) for seed in args.seeds.split(",")]
+        first_seed, *seeds = args.seeds
         results = pool.map(lambda choice: comparison.training(*choice, first_seed), choices)
         tried = [
             (contestant.name, settings, valid_loss(result))
@@ -406,11 +405,31 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         return comparison.table(args.seconds)
 
 
+def rates(text: str) -> list[float]:
+    """Parse learning rates, with commas."""
+    try:
+        found = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < rate < math.inf for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} are no rates above 0 with commas, such as 1e-3,2e-3")
+    return found
+
+
+def seeds(text: str) -> list[int]:
+    """Parse seeds, with commas."""
+    if not all(seed.isdecimal() for seed in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no integers of at least 0 with commas, such as 1,2,3")
+    return [int(seed) for seed in text.split(",")]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares what different programs learn in the same time.")
     parser.add_argument("--corpus", type=Path, required=True, help="folder that txl prepare created, with all splits")
     parser.add_argument("--seconds", type=float, required=True, help="time of each training")
-    parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
+    parser.add_argument(
+        "--seeds", type=seeds, default="1,2,3", help="the first one chooses among settings (default 1,2,3)"
+    )
     parser.add_argument("--contestants", help="separated by commas (default: all)")
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
     parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
@@ -419,7 +438,10 @@ def parse_arguments() -> argparse.Namespace:
         "--block-size", type=positive, help="of blocks, segments and memory (128; LSTM and x-transformers 64)"
     )
     parser.add_argument(
-        "--rates", default="1e-3,2e-3,4e-3", help="AdamW's; LSTM times 2, ours 5, nanochat 10 (1e-3,2e-3,4e-3)"
+        "--rates",
+        type=rates,
+        default="1e-3,2e-3,4e-3",
+        help="AdamW's; LSTM times 2, ours 5, nanochat 10 (1e-3,2e-3,4e-3)",
     )
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
@@ -449,7 +471,8 @@ def main() -> None:
     try:
         table = compare(parse_arguments())
     except UserError as error:
-        raise SystemExit(str(error)) from None
+        say(str(error))
+        raise SystemExit(2) from None
     print("| contestant | bits per token | range | seeds | parameters | steps | context | settings tried |")
     print("|---|---|---|---|---|---|---|---|")
     for row in table:

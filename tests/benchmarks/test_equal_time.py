@@ -129,7 +129,7 @@ def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
     assert rows["gpt2"]["settings"]["learning_rate"] == 2e-3
     assert {row["seeds"] for row in table} == {2}
     assert [row["test_bits_per_token"] for row in table] == pytest.approx([1.5 / math.log(2)] * len(table), rel=1e-9)
-    args.layers, args.seeds = 7, "1"
+    args.layers, args.seeds = 7, [1]
     assert [row["settings"].get("n_layer", 7) for row in compare(args)] == [7, 7]
     assert {row["choices_tried"] for row in compare(args)} == {9}
     args.dtype = "float64"
@@ -172,7 +172,7 @@ def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Na
 def test_a_longer_time_tries_the_best_rate_of_each_size_and_reads_ngrams_once(
     args: argparse.Namespace, processes: Processes
 ) -> None:
-    args.contestants, args.seeds = "gpt2,gpt2-ngrams", "1"
+    args.contestants, args.seeds = "gpt2,gpt2-ngrams", [1]
     compare(args)
     processes.assignments.clear()
     args.best, args.best_of, args.out = 2, args.out, args.out.with_name("longer.json")
@@ -192,7 +192,7 @@ def test_a_longer_time_tries_the_best_rate_of_each_size_and_reads_ngrams_once(
 def test_a_process_trains_and_scores(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = equal_time.Contestant("ours", "competitor_ours", [{"recipe": "tiny", "train": {"batch_size": 2}}])
     monkeypatch.setattr(equal_time, "all_contestants", lambda _: [ours])
-    args.contestants, args.seconds, args.seeds = "ours", 0.05, "1"
+    args.contestants, args.seconds, args.seeds = "ours", 0.05, [1]
     args.rounds, args.round_seconds, args.valid_tokens, args.test_tokens = 1, 0.05, 200, 300
     (row,) = compare(args)
     assert row["steps"] >= 2

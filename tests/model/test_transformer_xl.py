@@ -82,6 +82,8 @@ def test_key_offset_is_refused_where_it_has_no_meaning(make_model):
         make_model(key_offset=True)(inputs=torch.zeros(1, 3, 14, dtype=torch.float64))
     with pytest.raises(UserError, match="set key_offset or attend_empty_memory"):
         make_model(key_offset=True, attend_empty_memory=True)
+    with pytest.raises(UserError, match="d_head must be 2 or more"):
+        make_model(key_offset=True, d_head=1)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])

@@ -459,6 +459,8 @@ class TransformerXLConfig(RelativeConfig):
             raise ValueError(
                 "key_offset is for models that attend to no empty slots; set key_offset or attend_empty_memory to false"
             )
+        if self.key_offset and self.head_dim < 2:
+            raise ValueError("key_offset takes half of each key from the token before, so d_head must be 2 or more")
         return self
 
     @property
