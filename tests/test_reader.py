@@ -100,12 +100,13 @@ def test_rows_go_on_inside_their_segments_and_can_be_selected(make_model, texts)
     assert reader.num_read == starts  # the rows that others were selected from are as they were
 
 
-@pytest.mark.parametrize("name", ["plain", "no memory"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["hidden memory", "KV cache"])
+@pytest.mark.parametrize("limits", [LIMITS["plain"], LIMITS["no memory"]], ids=["plain", "no memory"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @torch.no_grad()
-def test_memory_that_is_handed_on_has_its_own_slots(make_model, texts, settings, name):
+def test_memory_that_is_handed_on_has_its_own_slots(make_model, texts, settings, limits, prepared):
     """After a text, the memory is that of a reader of whole segments, and a continuation begins a segment."""
-    model, limits = prepare_inference(make_model(**settings)), LIMITS[name]
+    model = prepare_inference(make_model(**settings)) if prepared else make_model(**settings)
     readers = [Reader.begin(model, 1, limits, segment_length=SEGMENT, partial=partial) for partial in (False, True)]
     memories = []
     for reader, stride in zip(readers, (SEGMENT, 5), strict=True):

@@ -228,3 +228,11 @@ def test_as_many_settings_of_all_are_tried(args: argparse.Namespace) -> None:
     assert len(found) == 12
     assert {len(contestant.choices) for contestant in found} == {6}
     assert len({json.dumps(choice) for contestant in found for choice in contestant.choices}) == 72
+
+
+@pytest.mark.parametrize("words", [["--rates", "abc"], ["--rates=-1e-3"], ["--rates", "inf"], ["--seeds", "1,x"]])
+def test_bad_lists_are_refused_before_anything_is_measured(words, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["equal_time.py", "--corpus", "corpus", "--seconds", "1", *words])
+    with pytest.raises(SystemExit, match="2"):
+        equal_time.parse_arguments()
+    assert "with commas, such as" in capsys.readouterr().err
