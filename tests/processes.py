@@ -46,7 +46,7 @@ TRAIN = {
 # gradients of n-gram tables are sparse in one process alone
 TABLES: dict[str, Any] = {
     "model": {"max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3, "value_embeddings": True},
-    "train": {"ngram_learning_rate_ratio": 2.0, "optimizer": "muon", "batch_size": 6, "micro_batch_size": 1},
+    "train": {"ngram_learning_rate_ratio": 2.0, "optimizer": "soap-muon", "batch_size": 6, "micro_batch_size": 1},
 }
 STOP_STEP = 5  # where runs are stopped, to be resumed later
 # this run is resumed by three processes twice: after two processes have trained it, and after one alone has

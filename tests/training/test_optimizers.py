@@ -229,14 +229,17 @@ def soap_directions(all_grads: list[Tensor], momentum: float = 0.9) -> list[Tens
 
 @pytest.mark.parametrize("shape", [(5, 5), (5, 9), (9, 5)])
 def test_soap_directions_turn_with_the_gradients(shape: tuple[int, int]) -> None:
-    """They do not depend on the coordinates of the side that has a basis: the shorter one, or a square's inputs."""
+    """They do not depend on the coordinates of the side that has a basis: the shorter one, or a square's inputs.
+
+    But for the slope in the first covariance, a millionth of it.
+    """
     draw = torch.Generator().manual_seed(3)
     grads = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(35)]
     turn, straight = torch.linalg.qr(torch.randn(5, 5, generator=draw, dtype=torch.float64))[0], torch.eye(9).double()
     left, right = (turn, straight) if shape == (5, 9) else (straight[: shape[0], : shape[0]], turn)
     turned = soap_directions([left @ grad @ right for grad in grads])
     for actual, expected in zip(turned, soap_directions(grads), strict=True):
-        torch.testing.assert_close(actual, left @ expected @ right, rtol=0, atol=1e-9)
+        torch.testing.assert_close(actual, left @ expected @ right, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
@@ -269,6 +272,18 @@ def test_soap_directions_in_float32_are_those_in_float64() -> None:
     exact = soap_directions([grad.double() for grad in grads])[5:]
     for actual, expected in zip(soap_directions(grads)[5:], exact, strict=True):
         assert torch.cosine_similarity(actual.double().flatten(), expected.flatten(), dim=0) > 0.98
+
+
+@pytest.mark.parametrize("rank", [4, 12])
+def test_rounding_of_gradients_changes_no_soap_direction(rank: int) -> None:
+    """Not in directions that the first gradient does not have, and later ones do (rank 4 of 12)."""
+    draw = torch.Generator().manual_seed(8)
+    factors = [(torch.randn(12, 12, generator=draw), torch.randn(12, 12, generator=draw)) for _ in range(25)]
+    ranks = [rank, *[12] * 24]
+    grads = [left[:, :number] @ right[:number] for (left, right), number in zip(factors, ranks, strict=True)]
+    rounded = [grad * (1 + 1e-7 * torch.randn(12, 12, generator=draw)) for grad in grads]
+    for actual, expected in zip(soap_directions(rounded), soap_directions(grads), strict=True):
+        assert (actual - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_soap_muon_orthogonalizes_its_directions() -> None:

@@ -262,8 +262,7 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
     if not state:
         state |= {"step": torch.zeros(()), "covariance": (1 - momentum) * covariance}
         state |= {"momentum_buffer": grad.new_zeros(wide.shape), "second_moment": grad.new_zeros(wide.shape)}
-        finite = covariance.cpu().double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
-        state["basis"] = torch.linalg.eigh(finite)[1].flip(-1).contiguous().to(grad)
+        state["basis"] = _first_basis(grad.mT if turns else grad)
         return grad
     mean, square, basis = state["momentum_buffer"], state["second_moment"], state["basis"]
     turning = _for_products(basis)
@@ -283,6 +282,19 @@ def _soap_direction(grad: Tensor | None, state: dict[str, Any], momentum: float)
         square.copy_(square[order])
         basis.copy_(new)
     return direction.mT if turns else direction
+
+
+def _first_basis(wide: Tensor) -> Tensor:
+    """Return the eigenvectors of the covariance of a gradient's rows, those of the largest eigenvalues first.
+
+    Where the gradient has no direction any basis would do, and rounding would choose one, which later gradients see. So
+    a slope is added to the covariance, too small for other directions: the basis is the same up to rounding however
+    many processes or micro-batches made the gradient.
+    """
+    exact = wide.cpu().double().nan_to_num(0.0, 0.0, 0.0)  # else eigh raises before training is stopped
+    covariance = exact @ exact.mT
+    slope = torch.linspace(1e-6, 0, len(exact), dtype=exact.dtype) * covariance.diagonal().mean()
+    return torch.linalg.eigh(covariance + slope.diag())[1].flip(-1).contiguous().to(wide)
 
 
 class RowRMSProp(torch.optim.Optimizer):
