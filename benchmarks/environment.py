@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 RESULTS = Path(__file__).parent / "results"
 PROCESSOR_KINDS = ("amx", "avx512-bf16-zen5", "avx512-bf16", "avx512", "avx2")
@@ -121,13 +122,43 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def duration(text: str) -> float:
+    """Parse a command-line argument that is a number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
+def refuse(text: str) -> NoReturn:
+    """End the program with status 2 and a line that says what was given and what was wanted."""
+    say(text)
+    raise SystemExit(2)
+
+
 def say(text: str) -> None:
     """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def write(results: dict[str, Any], out: Path) -> None:
-    """Write results to a JSON file."""
+    """Write results to a JSON file, which an interruption leaves as it was."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    partial = out.with_name(f".{out.name}.partial")
+    partial.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    partial.replace(out)
     say(f"results in {out}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the results that `write` wrote; a file of anything else ends the program."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse(f"{path} cannot be read as results of a benchmark: {error}")
+    if not isinstance(results, dict):
+        refuse(f"{path} has no results of a benchmark; choose another file")
+    return results

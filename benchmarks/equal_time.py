@@ -47,7 +47,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import RESULTS, commit, cpu_features, cpu_model, positive, say, warn_if_busy, write
+from environment import (
+    RESULTS,
+    commit,
+    cpu_features,
+    cpu_model,
+    duration,
+    positive,
+    read,
+    refuse,
+    say,
+    warn_if_busy,
+    write,
+)
 from implementations.competitor import Assignment
 from training import PEERS
 
@@ -146,7 +158,9 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         raise UserError(f"no contestant {', '.join(unknown)}; known: {', '.join(known.name for known in known)}")
     chosen = [contestant for contestant in known if contestant.name in names]
     for name in ("nanogpt", "nanochat"):
-        if getattr(args, name) is None and any(contestant.name.startswith(name) for contestant in chosen):
+        checkout = getattr(args, name)
+        is_there = checkout is not None and checkout.is_dir()
+        if not is_there and any(contestant.name.startswith(name) for contestant in chosen):
             raise UserError(f"{name} needs --{name} DIR, a checkout of it; or leave it out of --contestants")
     if any(contestant.is_peer for contestant in chosen) and not args.peers.exists():
         raise UserError(f"{args.peers} does not exist; 'make bench' creates it, or give --peers PYTHON")
@@ -192,7 +206,7 @@ class Comparison:
         self.trainings: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         if args.out.exists():
-            earlier = json.loads(args.out.read_text(encoding="utf-8"))
+            earlier = read(args.out)
             self.setting["machine"] = earlier.get("machine")  # the steps are that one's
             if different := [name for name, value in self.setting.items() if earlier.get(name) != value]:
                 raise UserError(f"{args.out} has results with another {different[0]}; choose another --out")
@@ -292,8 +306,8 @@ class Comparison:
         if self.args.best is None or len(choices) <= self.args.best:
             return choices
         if self.args.best_of:
-            trainings = json.loads(file.read_text(encoding="utf-8"))["trainings"]
-            times = {entry["seconds"] for entry in trainings}
+            trainings = read(file).get("trainings", [])
+            times = {entry["seconds"] for entry in trainings} or {0.0}
             seconds = self.args.seconds if self.args.seconds in times else min(times)
         else:
             trainings = self.trainings
@@ -426,7 +440,7 @@ def seeds(text: str) -> list[int]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares what different programs learn in the same time.")
     parser.add_argument("--corpus", type=Path, required=True, help="folder that txl prepare created, with all splits")
-    parser.add_argument("--seconds", type=float, required=True, help="time of each training")
+    parser.add_argument("--seconds", type=duration, required=True, help="time of each training")
     parser.add_argument(
         "--seeds", type=seeds, default="1,2,3", help="the first one chooses among settings (default 1,2,3)"
     )
@@ -445,7 +459,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
-    parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
+    parser.add_argument("--round-seconds", type=duration, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
     parser.add_argument("--nanochat", type=Path, help="checkout of nanochat")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")
@@ -471,8 +485,7 @@ def main() -> None:
     try:
         table = compare(parse_arguments())
     except UserError as error:
-        say(str(error))
-        raise SystemExit(2) from None
+        refuse(str(error))
     print("| contestant | bits per token | range | seeds | parameters | steps | context | settings tried |")
     print("|---|---|---|---|---|---|---|---|")
     for row in table:

@@ -29,7 +29,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    positive,
+    refuse,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 from golden_cases import text_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -267,7 +278,10 @@ def checked_out(name: str | None, folder: Path) -> Iterator[tuple[str, Path]]:
     if name is None:
         yield commit(), ROOT / "src"
         return
-    git("worktree", "add", "--detach", str(folder), name)
+    try:
+        git("worktree", "add", "--detach", str(folder), name)
+    except subprocess.CalledProcessError as error:
+        refuse(f"no worktree of {name}; give a commit, a branch or a tag: {error.stderr.strip()}")
     try:
         yield git("rev-parse", "--short=12", f"{name}^{{commit}}"), folder / "src"
     finally:
@@ -332,7 +346,7 @@ def main() -> None:
         return
     works = args.works.split(",")
     if unknown := set(works) - set(WORKS):
-        raise SystemExit(f"no work {', '.join(sorted(unknown))}; give some of {', '.join(WORKS)}")
+        refuse(f"no work '{', '.join(sorted(unknown))}'; give some of {', '.join(WORKS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that worktrees are removed
     busy = warn_if_busy()
     found: dict[str, list[dict[str, Any]]] = {}

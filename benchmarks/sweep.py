@@ -28,7 +28,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import RESULTS, command, commit, cpu_features, cpu_model, positive, say, warn_if_busy, write
+from environment import (
+    RESULTS,
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    duration,
+    positive,
+    read,
+    refuse,
+    say,
+    warn_if_busy,
+    write,
+)
 from implementations.competitor import ConsecutiveSegments
 from trainee import Trainee
 
@@ -151,8 +164,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     results = {**setting, "step_seconds": {}, "trainings": []}
     if args.out.exists():
-        results = json.loads(args.out.read_text(encoding="utf-8"))
-        if different := [name for name, value in setting.items() if results[name] != value]:
+        results = read(args.out)
+        if different := [name for name, value in setting.items() if results.get(name) != value]:
             raise UserError(f"{args.out} has results with another {different[0]}; choose another --out")
     if args.seconds and (missing := [change for change in changes if change not in results["step_seconds"]]):
         if results["step_seconds"]:
@@ -180,7 +193,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="fast-tiny", help="what is changed: RECIPE[:GROUP.NAME=VALUE...]")
     parser.add_argument("--changes", nargs="+", required=True, metavar="GROUP.NAME=VALUE[:...]")
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--seconds", type=float, help="time of each training")
+    length.add_argument("--seconds", type=duration, help="time of each training")
     length.add_argument("--steps", type=positive, help="number of steps of each training")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 3])
     parser.add_argument("--rounds", type=positive, default=9, help="in which the steps are measured (9)")
@@ -193,7 +206,7 @@ def main() -> None:
     try:
         results = compare(args)
     except UserError as error:
-        raise SystemExit(str(error)) from None
+        refuse(str(error))
     print("\n".join(table(results)))
 
 

@@ -40,6 +40,7 @@ from environment import (
     cpu_model,
     device_name,
     positive,
+    refuse,
     results_file,
     say,
     warn_if_busy,
@@ -93,9 +94,9 @@ class Entry:
         rest, _, variant = name.partition("+")
         who, _, dtype = rest.rpartition("-")
         if who not in modules or dtype not in ("float32", "bfloat16"):
-            sys.exit(f"no implementation '{name}'; must be NAME-DTYPE, NAME one of {', '.join(modules)}")
+            refuse(f"no implementation '{name}'; must be NAME-DTYPE, NAME one of {', '.join(modules)}")
         if who == "nanogpt" and not (Path(os.environ.get("NANOGPT", "")) / "model.py").is_file():
-            sys.exit(f"'{name}' needs a checkout of nanoGPT: NANOGPT=DIR python benchmarks/training.py ...")
+            refuse(f"'{name}' needs a checkout of nanoGPT: NANOGPT=DIR python benchmarks/training.py ...")
         return Entry(name, modules[who], dtype, variant)
 
 

@@ -218,21 +218,42 @@ def test_ngrams_of_others_are_those_of_this_package() -> None:
     torch.testing.assert_close(torch.cat([first_BTD, other(ids_BT[:, 5:])], 1), expected_BTD)
 
 
-def test_as_many_settings_of_all_are_tried(args: argparse.Namespace) -> None:
-    args.nanogpt = Path("nanoGPT")
+def test_as_many_settings_of_all_are_tried(args: argparse.Namespace, tmp_path: Path) -> None:
+    args.nanogpt = tmp_path
     args.contestants = None
     with pytest.raises(UserError, match="nanochat needs --nanochat DIR, a checkout of it"):
         equal_time.contestants(args)
-    args.nanochat = Path("nanochat")
+    args.nanochat = tmp_path
     found = equal_time.contestants(args)
     assert len(found) == 12
     assert {len(contestant.choices) for contestant in found} == {6}
     assert len({json.dumps(choice) for contestant in found for choice in contestant.choices}) == 72
 
 
-@pytest.mark.parametrize("words", [["--rates", "abc"], ["--rates=-1e-3"], ["--rates", "inf"], ["--seeds", "1,x"]])
-def test_bad_lists_are_refused_before_anything_is_measured(words, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["equal_time.py", "--corpus", "corpus", "--seconds", "1", *words])
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--rates", "abc"], "with commas, such as"),
+        (["--rates=-1e-3"], "with commas, such as"),
+        (["--rates", "inf"], "with commas, such as"),
+        (["--seeds", "1,x"], "with commas, such as"),
+        (["--seconds", "nan"], "no number of seconds above 0"),
+        (["--round-seconds=-5"], "no number of seconds above 0"),
+        (["--contestants", "nanochat", "--nanochat", "nowhere"], "nanochat needs --nanochat DIR"),
+        (["--out", "{tmp}"], "cannot be read as results"),
+        (["--out", "{tmp}/cut.json"], "cannot be read as results"),
+        (["--out", "{tmp}/list.json"], "has no results"),
+        (["--best", "1", "--best-of", "{tmp}/none.json"], "cannot be read as results"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(
+    args, processes, words, wanted, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "cut.json").write_text('{"text": ')
+    (tmp_path / "list.json").write_text("[]")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *(word.format(tmp=tmp_path) for word in words)])
     with pytest.raises(SystemExit, match="2"):
-        equal_time.parse_arguments()
-    assert "with commas, such as" in capsys.readouterr().err
+        equal_time.main()
+    assert wanted in capsys.readouterr().err
+    assert not processes.assignments
+    assert not (tmp_path / "out.json").exists()

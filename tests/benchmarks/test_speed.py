@@ -33,6 +33,17 @@ def test_versions_are_measured(
         assert re.search(rf"{work}, by operator:\n.*\n.*\n\| \S.* \| [0-9.]+ \| [0-9.]+ \|", output.out + output.err)
 
 
+@pytest.mark.parametrize(
+    ("flag", "wanted"), [("--works=sleep", "no work 'sleep'"), ("no-such-commit", "no worktree of no-such-commit")]
+)
+def test_bad_input_is_refused(flag: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """With another status than slower code."""
+    monkeypatch.setattr("sys.argv", ["speed.py", flag])
+    with pytest.raises(SystemExit, match="2"):
+        speed.main()
+    assert wanted in capsys.readouterr().err
+
+
 def test_operators_that_take_longer_come_first() -> None:
     table = speed.operator_table({"mm": 1.0, "add": 1.0, "gone": 2.0}, {"mm": 1.1, "add": 1.5, "new": 0.2})
     assert [line.split()[1] for line in table[2:]] == ["add", "new", "mm", "gone"]
