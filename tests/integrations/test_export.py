@@ -42,15 +42,17 @@ SIZES = {"vocab_size": 256, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head"
 LENGTHS = (1, 7, 3, 30, 11, 1)  # of segments: shorter than the memory, as long as it, and longer
 EXACT = {"rtol": 1e-6, "atol": 1e-6}
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "transformer-xl": {},
     "n-grams, adaptive": {"max_ngram": 4, "d_ngram": 5, "ngram_buckets": 31, "cutoffs": (31, 97), "div_val": 2},
-    "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "as fast-small": {
+        "max_ngram": 3, "d_ngram": 5, "ngram_buckets": 31, "value_embeddings": True, "key_offset": True,
+        "norm_first": True, "qk_norm": True, "clamp_length": 6,
+    },
     "limits, pre-norm": {"attention_window": 9, "clamp_length": 6, "norm_first": True, "qk_norm": True},
     "xlnet": {"architecture": "xlnet", "perm_size": 8},
     "shaw, empty memory attended": {"architecture": "shaw", "max_relative_positions": 6, "attend_empty_memory": True},
-}
+}  # fmt: skip
 
 
 def make_run(memory_length: int = 11, **settings) -> Run:
@@ -96,17 +98,18 @@ def test_graph_of_torch_export(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's and onnx's own
-@pytest.mark.parametrize("name", ["transformer-xl", "n-grams, adaptive"])
+@pytest.mark.parametrize("name", ["transformer-xl", "n-grams, adaptive", "as fast-small"])
 def test_onnx_file(name: str, tmp_path: Path) -> None:
     run = make_run(**MODELS[name])
     path = export_onnx(run, tmp_path / "model.onnx", batch_size=2, memory_length=13)
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
     session = onnxruntime.InferenceSession(path)
     inputs = {item.name: item for item in session.get_inputs()}
-    assert list(inputs)[:3] == ["tokens", "hidden_0", "hidden_1"]
+    assert list(inputs)[:2] == ["tokens", "hidden_0"]
     types = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
     memory = {name: np.zeros(item.shape, types[item.type]) for name, item in inputs.items() if name != "tokens"}
-    for tokens_BT, expected_BTV in zip(segments(2), logits_of(run, ContextLimits(13), segments(2)), strict=True):
+    limits = ContextLimits(13, clamp_length=run.config.model.limit("clamp_length"))
+    for tokens_BT, expected_BTV in zip(segments(2), logits_of(run, limits, segments(2)), strict=True):
         logits_BTV, *after = session.run(None, {"tokens": tokens_BT.numpy(), **memory})
         np.testing.assert_allclose(logits_BTV, expected_BTV, **EXACT)
         memory = dict(zip(memory, after, strict=True))

@@ -96,21 +96,23 @@ def test_losses_are_those_of_evaluate_and_of_the_command(tmp_path: Path) -> None
     }
 
 
-def test_merged_adapter_equals_the_one_beside_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, {"max_ngram": 3, "value_embeddings": True, "key_offset": True}])
+def test_merged_adapter_equals_the_one_beside_the_weights(model: dict[str, Any], tmp_path: Path) -> None:
     """In float64; and what `convert` and `save` write equals what `load` gives, bit for bit."""
+    make_base(tmp_path, n_heads=2, **model)
     run = make_adapter(tmp_path)
     folder = RunFolder.open(run)
-    model = folder.build_model().double().eval()
+    network = folder.build_model().double().eval()
     assert folder.config.lora is not None
     tensors, _ = load_tensors(run / "adapter_model.safetensors")
     prefix = "base_model.model.model."
     state = {
         name.removeprefix(prefix).replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()
     }
-    assert not model.load_state_dict(state, strict=False).unexpected_keys
-    beside = Run(model, folder.tokenizer, folder.config)
+    assert not network.load_state_dict(state, strict=False).unexpected_keys
+    beside = Run(network, folder.tokenizer, folder.config)
     expected_BTV = logits(beside)
-    merge_lora(model)
+    merge_lora(network)
     torch.testing.assert_close(logits(beside), expected_BTV, rtol=0, atol=1e-10)
     loaded = load(run, device="cpu")
     torch.testing.assert_close(logits(loaded).double(), expected_BTV, rtol=0, atol=1e-5)
