@@ -21,7 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    listed,
+    one_of,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
@@ -185,13 +197,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares the time of a step of Backbone with recurrent networks.")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"sizes to compare ({','.join(SIZES)})")
+    parser.add_argument(
+        "--sizes", type=listed(one_of(SIZES)), default=",".join(SIZES), help=f"sizes to compare ({','.join(SIZES)})"
+    )
     parser.add_argument("--out", type=Path, default=results_file("backbone"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     busy, results = warn_if_busy(), {}
-    for name in args.sizes.split(","):
+    for name in args.sizes:
         size = SIZES[name]
         say(f"{name}: {size}")
         results[name] = {

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from attention_cases import peak_beyond
-from environment import positive, results_file, say, surroundings, warn_if_busy, write
+from environment import above_zero, listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
 from torch import Tensor, nn
 
 from transformer_xl.device import set_threads
@@ -317,29 +317,25 @@ def _table(heads: list[str], num_right: int) -> list[str]:
 def parsed() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Times and memory of Conformer layers and of relative_attention.")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"default: {','.join(MODELS)}; or none")
-    parser.add_argument("--audio", default="10,30,120,600", help="lengths of the recordings in seconds")
-    parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192", help="T of the operator")
+    models, counts = listed(one_of([*MODELS, "none"])), listed(positive)
+    parser.add_argument("--models", type=models, default=",".join(MODELS), help=f"default: {','.join(MODELS)}; or none")
+    parser.add_argument("--audio", type=counts, default="10,30,120,600", help="lengths of the recordings in seconds")
+    parser.add_argument("--lengths", type=counts, default="256,512,1024,2048,4096,8192", help="T of the operator")
     parser.add_argument("--n-heads", type=positive, default=8, help="heads of the operator (default 8)")
     parser.add_argument("--d-head", type=positive, default=64, help="their width (default 64)")
     parser.add_argument("--kernel", default="auto", help="kernel of ours (default: the fastest)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="about the time of one measurement (default 1.5)")
-    parser.add_argument("--max-memory", type=float, default=16, help="GB that a pass may be expected to need")
-    parser.add_argument("--max-seconds", type=float, default=100, help="seconds that it may be expected to need")
+    parser.add_argument(
+        "--seconds", type=above_zero, default=1.5, help="about the time of one measurement (default 1.5)"
+    )
+    parser.add_argument("--max-memory", type=above_zero, default=16, help="GB that a pass may be expected to need")
+    parser.add_argument("--max-seconds", type=above_zero, default=100, help="seconds that it may be expected to need")
     parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, default=results_file("conformer"))
     parser.add_argument("--quick", action="store_true", help="short recordings, for a test of this file")
     args = parser.parse_args()
     if args.quick:
-        args.audio, args.lengths, args.seconds, args.n_heads, args.d_head = "2,4", "32,64", 0.02, 2, 8
-    try:
-        args.lengths = [positive(length) for length in args.lengths.split(",")]
-        args.audio = [positive(length) for length in args.audio.split(",")]
-        args.models = [] if args.models == "none" else args.models.split(",")
-        if unknown := set(args.models) - set(MODELS):
-            raise argparse.ArgumentTypeError(f"unknown models: {', '.join(sorted(unknown))}")
-    except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+        args.audio, args.lengths, args.seconds, args.n_heads, args.d_head = [2, 4], [32, 64], 0.02, 2, 8
+    args.models = [name for name in args.models if name != "none"]
     return args
 
 

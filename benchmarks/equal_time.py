@@ -49,10 +49,12 @@ import numpy as np
 import torch
 from environment import (
     RESULTS,
+    above_zero,
     commit,
     cpu_features,
     cpu_model,
-    duration,
+    listed,
+    natural,
     positive,
     read,
     refuse,
@@ -419,30 +421,12 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         return comparison.table(args.seconds)
 
 
-def rates(text: str) -> list[float]:
-    """Parse learning rates, with commas."""
-    try:
-        found = [float(rate) for rate in text.split(",")]
-    except ValueError:
-        found = [0.0]
-    if not all(0 < rate < math.inf for rate in found):
-        raise argparse.ArgumentTypeError(f"{text!r} are no rates above 0 with commas, such as 1e-3,2e-3")
-    return found
-
-
-def seeds(text: str) -> list[int]:
-    """Parse seeds, with commas."""
-    if not all(seed.isdecimal() for seed in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} are no integers of at least 0 with commas, such as 1,2,3")
-    return [int(seed) for seed in text.split(",")]
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compares what different programs learn in the same time.")
     parser.add_argument("--corpus", type=Path, required=True, help="folder that txl prepare created, with all splits")
-    parser.add_argument("--seconds", type=duration, required=True, help="time of each training")
+    parser.add_argument("--seconds", type=above_zero, required=True, help="time of each training")
     parser.add_argument(
-        "--seeds", type=seeds, default="1,2,3", help="the first one chooses among settings (default 1,2,3)"
+        "--seeds", type=listed(natural), default="1,2,3", help="the first one chooses among settings (default 1,2,3)"
     )
     parser.add_argument("--contestants", help="separated by commas (default: all)")
     parser.add_argument("--best", type=positive, help="train only the best N models of a shorter time in the file")
@@ -453,13 +437,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rates",
-        type=rates,
+        type=listed(above_zero),
         default="1e-3,2e-3,4e-3",
         help="AdamW's; LSTM times 2, ours 5, nanochat 10 (1e-3,2e-3,4e-3)",
     )
     parser.add_argument("--jobs", type=positive, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=positive, default=3, help="in which the steps are measured (3)")
-    parser.add_argument("--round-seconds", type=duration, default=10.0, help="of each contestant in a round (10)")
+    parser.add_argument("--round-seconds", type=above_zero, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
     parser.add_argument("--nanochat", type=Path, help="checkout of nanochat")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")

@@ -19,7 +19,6 @@ Results are added to the output file after each training, and trainings that it 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
 import statistics
@@ -28,7 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    above_zero,
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    listed,
+    natural,
+    one_of,
+    positive,
+    read,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 from implementations.competitor_ours import Clock
 
 from transformer_xl import Callback, Corpus, evaluate, finetune, load, train
@@ -87,9 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, required=True, help="a run that was trained with a recipe")
     parser.add_argument("--corpus", type=Path, required=True, help="prepared with the base's tokenizer (or another)")
-    parser.add_argument("--seconds", default="60,300,900")
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--arms", default=",".join(ARMS), help="with commas")
+    parser.add_argument("--seconds", type=listed(above_zero), default="60,300,900")
+    parser.add_argument("--seeds", type=listed(natural), default="1,2,3")
+    parser.add_argument("--arms", type=listed(one_of(ARMS)), default=",".join(ARMS), help="with commas")
     parser.add_argument("--replace-tokenizer", action="store_true", help="the corpus has a vocabulary of its own")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=results_file("finetuning"))
@@ -99,12 +113,9 @@ def main() -> None:
         Corpus.open(args.corpus)
     except UserError as error:
         parser.error(str(error))
-    arms = args.arms.split(",")
-    if unknown := set(arms) - set(ARMS):
-        parser.error(f"no arm {', '.join(sorted(unknown))}; known: {', '.join(ARMS)}")
     if base.train is None or base.recipe is None:
         parser.error(f"--base {args.base} was not trained here with a recipe; give a folder made by txl train")
-    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results: dict[str, Any] = read(args.out) if args.out.exists() else {}
     if not results:
         machine = {"cpu": cpu_model(), "instructions": cpu_features(), "python": platform.python_version()}
         results = {
@@ -117,9 +128,9 @@ def main() -> None:
         }
         write(results, args.out)
     done = {(one["seconds"], one["seed"], one["arm"]) for one in results["trainings"]}
-    for seed in map(int, args.seeds.split(",")):
-        for seconds in map(float, args.seconds.split(",")):
-            for arm in arms:
+    for seed in args.seeds:
+        for seconds in args.seconds:
+            for arm in args.arms:
                 if (seconds, seed, arm) in done:
                     continue
                 steps = round(seconds / results["step_seconds"])

@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from environment import commit, cpu_model, positive, processor_kind, say
+from environment import commit, cpu_model, positive, processor_kind, read, say
 from golden_cases import CaseFolder, all_cases, make_corpora
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -133,7 +133,7 @@ def main() -> None:
     start, environment = time.monotonic(), machine(args.threads)
     entries = compute_all(args.only, args.jobs, args.threads)
     say(f"{len(entries)} entries in {time.monotonic() - start:.0f} s, of {transformer_xl.__file__}")
-    known = json.loads(args.file.read_text()) if args.file.exists() else {"environment": environment, "entries": {}}
+    known = read(args.file) if args.file.exists() else {"environment": environment, "entries": {}}
     if args.write:
         if failed := [f"{name}: {entries[name]}" for name in entries if name.endswith("/failed")]:
             raise SystemExit("\n".join(failed))

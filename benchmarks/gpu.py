@@ -33,7 +33,19 @@ from typing import Any
 import step_times
 import torch
 from attention_cases import Shape, check, check_deterministic, check_dropout, times
-from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, write
+from environment import (
+    RESULTS,
+    above_zero,
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    device_name,
+    listed,
+    one_of,
+    say,
+    write,
+)
 
 from transformer_xl.ops.kernels import KERNELS
 
@@ -251,9 +263,15 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line, and exit if there is no CUDA device."""
     parser = argparse.ArgumentParser(description="Checks correctness and measures speed on a CUDA device.")
     parser.add_argument("--out", type=Path, help="default benchmarks/results/gpu-DEVICE.json")
-    parser.add_argument("--peak-tflops", type=float, help="peak of the device in bfloat16, if it is not known here")
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no measurement after this time (default 8)")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"default {','.join(PARTS)}")
+    parser.add_argument(
+        "--peak-tflops", type=above_zero, help="peak of the device in bfloat16, if it is not known here"
+    )
+    parser.add_argument(
+        "--minutes", type=above_zero, default=8.0, help="start no measurement after this time (default 8)"
+    )
+    parser.add_argument(
+        "--parts", type=listed(one_of(PARTS)), default=",".join(PARTS), help=f"default {','.join(PARTS)}"
+    )
     parser.add_argument(
         "--peers", default=sys.executable, help="Python that has other implementations (default this one)"
     )
@@ -263,9 +281,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         say("no CUDA device (torch.cuda.is_available() is false); run this where there is one")
         sys.exit(2)
-    args.parts = args.parts.split(",")
-    if unknown := [part for part in args.parts if part not in PARTS]:
-        parser.error(f"no part '{unknown[0]}'; must be among {', '.join(PARTS)}")
     args.until = time.monotonic() + 60 * args.minutes
     args.peak_tflops = args.peak_tflops or step_times.peak_tflops(args.device)
     name = re.sub(r"[^a-z0-9]+", "-", device_name(args.device).lower()).strip("-")

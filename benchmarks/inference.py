@@ -23,7 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    listed,
+    one_of,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 from training import PEERS, RATES, SIZES, Entry, measure
 
 from transformer_xl.device import has_bfloat16
@@ -75,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
         if name != "segment_length":
             parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--implementations", help="names separated by commas; the others are compared with the first")
-    parser.add_argument("--jobs", default=",".join(JOBS), help="scoring, generation or both")
+    parser.add_argument("--jobs", type=listed(one_of(JOBS)), default=",".join(JOBS), help="scoring, generation or both")
     parser.add_argument(
         "--peers", type=Path, default=PEERS, help=f"Python with the other implementations (default {PEERS})"
     )
@@ -101,7 +113,7 @@ def main() -> None:
         for name, value_bytes in (("float32", 4), ("bfloat16", 2))
     }
     jobs: dict[str, Any] = {}
-    for name in args.jobs.split(","):
+    for name in args.jobs:
         say(name)
         job_args = argparse.Namespace(**{**vars(args), **JOBS[name]})
         jobs[name] = {**JOBS[name], **measure(entries, job_args)}

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from attention_cases import Shape, check, check_dropout, draw, peak_beyond, times
-from environment import positive, results_file, say, surroundings, warn_if_busy, write
+from environment import above_zero, listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
 
 from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16, set_threads
@@ -138,27 +138,32 @@ def parsed() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Times and memory of the attention kernels.")
     parser.add_argument("--kernels", help="names separated by commas; default: all that work")
-    parser.add_argument("--dtypes", help="default: float32, and bfloat16 if the hardware has instructions for it")
+    parser.add_argument(
+        "--dtypes",
+        type=listed(one_of(["float32", "bfloat16", "float16"])),
+        help="default: float32, and bfloat16 if the hardware has instructions for it",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-size", type=positive, default=4, help="default 4")
     parser.add_argument("--n-heads", type=positive, default=8, help="default 8")
     parser.add_argument("--d-head", type=positive, default=64, help="default 64")
-    parser.add_argument("--lengths", default="64,128,256,512,1024", help="T = M of the timed shapes")
+    parser.add_argument(
+        "--lengths", type=listed(positive), default="64,128,256,512,1024", help="T = M of the timed shapes"
+    )
     parser.add_argument("--memory-queries", type=positive, default=512, help="T if only the keys grow (default 512)")
     parser.add_argument("--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements, or none")
-    parser.add_argument("--seconds", type=float, default=1.0, help="minimum time of one measurement (default 1)")
+    parser.add_argument("--seconds", type=above_zero, default=1.0, help="minimum time of one measurement (default 1)")
     parser.add_argument("--threads", type=positive, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, default=results_file("kernels"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     both = has_bfloat16(torch.device(sizes.device))
-    sizes.dtypes = sizes.dtypes.split(",") if sizes.dtypes else ["float32", *(["bfloat16"] if both else [])]
+    sizes.dtypes = sizes.dtypes or ["float32", *(["bfloat16"] if both else [])]
     sizes.named = bool(sizes.kernels)
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device, "float32")
     try:
         for name in sizes.kernels:
             choose(name, torch.device(sizes.device), torch.float32)  # which loads the native operators
-        sizes.lengths = [positive(length) for length in sizes.lengths.split(",")]
         sizes.memory_keys = [positive(keys) for keys in sizes.memory_keys.split(",") if keys != "none"]
     except (UserError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))

@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    listed,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 from torch import Tensor, nn
 
 from transformer_xl.ops.linear import PackedLinear, multiply, multiply_weight_gradient
@@ -33,11 +44,6 @@ def seconds(multiply: Callable[[], list[Tensor]]) -> float:
     start = time.perf_counter()
     multiply()
     return time.perf_counter() - start
-
-
-def counts(text: str) -> list[int]:
-    """Parse integers of at least 1, with commas."""
-    return [positive(number) for number in text.split(",")]
 
 
 def training_products(shape: tuple[int, int], rows: int) -> dict[str, float]:
@@ -66,9 +72,9 @@ def main() -> None:
     """Measure, print a line for each shape, and write the results to a file."""
     parser = argparse.ArgumentParser(description="Compares packed weights with torch's linear.")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", type=counts, default="1,8,64,512", help="rows of the input (1,8,64,512)")
+    parser.add_argument("--rows", type=listed(positive), default="1,8,64,512", help="rows of the input (1,8,64,512)")
     parser.add_argument(
-        "--training-rows", type=counts, default="256,2048", help="rows in the products of training (256,2048)"
+        "--training-rows", type=listed(positive), default="256,2048", help="rows in the products of training (256,2048)"
     )
     parser.add_argument("--out", type=Path, default=results_file("linear"))
     args = parser.parse_args()

@@ -35,7 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from environment import (
+    above_zero,
+    command,
+    commit,
+    cpu_features,
+    cpu_model,
+    listed,
+    natural,
+    positive,
+    results_file,
+    say,
+    warn_if_busy,
+    write,
+)
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import run_settings
@@ -260,19 +273,21 @@ def arguments() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     parser = argparse.ArgumentParser(description="Load on a server.")
     parser.add_argument("run", help="folder of a run, or name of a recipe")
-    parser.add_argument("--clients", default="1,8,64")
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--clients", type=listed(positive), default="1,8,64")
+    parser.add_argument("--seconds", type=above_zero, default=60.0)
     parser.add_argument(
         "--tokens", type=positive, default=128, help="tokens of a request, at most; at least half as many"
     )
     parser.add_argument("--prompt-tokens", type=positive, default=64, help="at most; at least half as many")
-    parser.add_argument("--memory-length", type=int, help="of a run made from a recipe")
+    parser.add_argument("--memory-length", type=natural, help="of a run made from a recipe")
     parser.add_argument("--server", choices=["ours", "transformers"], default="ours")
     parser.add_argument("--whole", action="store_true", help="clients ask for whole answers, not for streams")
     parser.add_argument("--option", action="append", default=[], help="a word for txl serve; may be repeated")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--drop", type=float, default=0.0, help="share of requests that are given up")
-    parser.add_argument("--check", type=int, default=0, help="number of texts to compare with the same request alone")
+    parser.add_argument(
+        "--check", type=natural, default=0, help="number of texts to compare with the same request alone"
+    )
     parser.add_argument("--out", type=Path, help="default: results/serving-RUN-SERVER-PROCESSOR.json")
     return parser
 
@@ -298,7 +313,7 @@ def main() -> None:
         cache = number_bytes * min_cache(loaded.config.model, 1) * filled
         del loaded
         results = []
-        for clients in map(int, args.clients.split(",")):
+        for clients in args.clients:
             bound = clients * bytes_per_second / (weights + clients * cache)
             results.append(measure(run, clients, bound, args))
     values = {

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from environment import positive, results_file, say, surroundings, warn_if_busy, write
+from environment import listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
 
 from transformer_xl import GenerationConfig, load
 from transformer_xl.device import set_threads
@@ -109,7 +109,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=2000, help="default 2,000")
     parser.add_argument("--tokens", type=positive, default=1000, help="new tokens (default 1,000)")
     parser.add_argument("--rounds", type=positive, default=5, help="default 5")
-    parser.add_argument("--dtypes", default="float32", help="float32, bfloat16 or both, separated by a comma")
+    parser.add_argument(
+        "--dtypes",
+        type=listed(one_of(["float32", "bfloat16"])),
+        default="float32",
+        help="float32, bfloat16 or both, separated by a comma",
+    )
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: one for each core")
     parser.add_argument("--out", type=Path, default=results_file("speculative"))
     parser.add_argument("--quick", action="store_true", help="one round of few tokens, for a test of this file")
@@ -126,7 +131,7 @@ def main() -> None:
         **{name: getattr(args, name) for name in ("draft", "prompt_tokens", "tokens", "rounds")},
         "rows": [],
     }
-    for dtype in args.dtypes.split(","):
+    for dtype in args.dtypes:
         for name, text in texts(args.text).items():
             for mode, settings in MODES.items():
                 say(f"{dtype} {name} {mode}")

@@ -34,6 +34,8 @@ from environment import (
     commit,
     cpu_features,
     cpu_model,
+    listed,
+    one_of,
     positive,
     refuse,
     results_file,
@@ -325,7 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", metavar="BASE")
     parser.add_argument("head", nargs="?", metavar="HEAD")
-    parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--works", type=listed(one_of(WORKS)), default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="tiny models, for a test of this file")
@@ -344,9 +346,7 @@ def main() -> None:
         else:
             print(json.dumps({"tokens/s": worker(args.worker, folder / WORKERS[args.worker][0], **scales)}))
         return
-    works = args.works.split(",")
-    if unknown := set(works) - set(WORKS):
-        refuse(f"no work '{', '.join(sorted(unknown))}'; give some of {', '.join(WORKS)}")
+    works = args.works
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that worktrees are removed
     busy = warn_if_busy()
     found: dict[str, list[dict[str, Any]]] = {}

@@ -30,11 +30,13 @@ import numpy as np
 import torch
 from environment import (
     RESULTS,
+    above_zero,
     command,
     commit,
     cpu_features,
     cpu_model,
-    duration,
+    listed,
+    natural,
     positive,
     read,
     refuse,
@@ -193,9 +195,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="fast-tiny", help="what is changed: RECIPE[:GROUP.NAME=VALUE...]")
     parser.add_argument("--changes", nargs="+", required=True, metavar="GROUP.NAME=VALUE[:...]")
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--seconds", type=duration, help="time of each training")
+    length.add_argument("--seconds", type=above_zero, help="time of each training")
     length.add_argument("--steps", type=positive, help="number of steps of each training")
-    parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--seeds", type=listed(natural), default=[1, 2, 3])
     parser.add_argument("--rounds", type=positive, default=9, help="in which the steps are measured (9)")
     parser.add_argument("--eval-tokens", type=positive, default=65_536, help="scored of each text (65,536)")
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of a training (default: cores)")

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from environment import positive, results_file, say, surroundings, warn_if_busy, write
+from environment import listed, natural, positive, results_file, say, surroundings, warn_if_busy, write
 from torch import Tensor
 
 from transformer_xl import load, prepare, train
@@ -171,7 +171,7 @@ def main() -> None:
     """Train and compare as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=2000, help="of XLNet (default 2000)")
-    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--seeds", type=listed(natural), default="1,2,3")
     parser.add_argument("--gaps", type=positive, default=1000, help="number of words (default 1000)")
     parser.add_argument(
         "--passages", type=positive, default=60, help="of a topic, to fit and to test each (default 60)"
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little of all, for a test of this file")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.seeds, args.gaps, args.passages = 20, "1", 10, 4
+        args.steps, args.seeds, args.gaps, args.passages = 20, [1], 10, 4
     load_before = warn_if_busy()
     args.work.mkdir(parents=True, exist_ok=True)
     folder = args.work / "corpus"
@@ -191,7 +191,7 @@ def main() -> None:
     timing = 10 if args.quick else 40
     ratio = seconds_per_step("xlnet", corpus, args.work, timing) / seconds_per_step("causal", corpus, args.work, timing)
     results: dict[str, list[dict[str, Any]]] = {"xlnet": [], "causal": []}
-    for seed in map(int, args.seeds.split(",")):
+    for seed in args.seeds:
         for name, steps in (("xlnet", args.steps), ("causal", round(args.steps * ratio))):
             run, seconds = trained(name, corpus, args.work / f"{name}-{seed}", seed, steps)
             one = {"seed": seed, "steps": steps, "processor_seconds": seconds, "parameters": run.model.num_parameters()}

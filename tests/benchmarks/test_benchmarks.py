@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import runpy
 import shutil
 import time
 from dataclasses import replace
@@ -212,6 +213,31 @@ def test_documents_are_as_the_results_say(tmp_path, monkeypatch):
     run_main(monkeypatch, chart.main, f"chart.py --docs {tmp_path}")
     for document in tmp_path.glob("*.md"):
         assert document.read_text() == (ROOT / "docs" / document.name).read_text(), document.name
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "wanted"),
+    [
+        ("backbone", "--sizes=huge", "'huge' is none of small, medium"),
+        ("conformer", "--audio=10,0", "'0' is no integer of at least 1"),
+        ("conformer", "--max-seconds=nan", "'nan' is no number above 0"),
+        ("conformer", "--models=rnn", "'rnn' is none of"),
+        ("finetuning", "--seconds=60,x", "'x' is no number above 0"),
+        ("finetuning", "--seeds=-1", "'-1' is no integer of at least 0"),
+        ("gpu", "--parts=none", "'none' is none of"),
+        ("inference", "--jobs=rest", "'rest' is none of"),
+        ("kernels", "--lengths=64,,128", "'' is no integer of at least 1"),
+        ("kernels", "--dtypes=int8", "'int8' is none of"),
+        ("serving", "--clients=a", "'a' is no integer of at least 1"),
+        ("speculative", "--dtypes=float64", "'float64' is none of"),
+    ],
+)
+def test_bad_arguments_are_refused(program: str, flag: str, wanted: str, monkeypatch, capsys) -> None:
+    """Before anything is loaded or measured."""
+    monkeypatch.setattr("sys.argv", [f"{program}.py", flag])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "benchmarks" / f"{program}.py"), run_name="__main__")
+    assert wanted in capsys.readouterr().err
 
 
 def test_golden_numbers_that_differ_in_one_bit_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

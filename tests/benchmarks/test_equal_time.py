@@ -233,12 +233,12 @@ def test_as_many_settings_of_all_are_tried(args: argparse.Namespace, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--rates", "abc"], "with commas, such as"),
-        (["--rates=-1e-3"], "with commas, such as"),
-        (["--rates", "inf"], "with commas, such as"),
-        (["--seeds", "1,x"], "with commas, such as"),
-        (["--seconds", "nan"], "no number of seconds above 0"),
-        (["--round-seconds=-5"], "no number of seconds above 0"),
+        (["--rates", "abc"], "no number above 0"),
+        (["--rates=-1e-3"], "no number above 0"),
+        (["--rates", "inf"], "no number above 0"),
+        (["--seeds", "1,x"], "no integer of at least 0"),
+        (["--seconds", "nan"], "no number above 0"),
+        (["--round-seconds=-5"], "no number above 0"),
         (["--contestants", "nanochat", "--nanochat", "nowhere"], "nanochat needs --nanochat DIR"),
         (["--out", "{tmp}"], "cannot be read as results"),
         (["--out", "{tmp}/cut.json"], "cannot be read as results"),

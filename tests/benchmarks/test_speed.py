@@ -34,7 +34,7 @@ def test_versions_are_measured(
 
 
 @pytest.mark.parametrize(
-    ("flag", "wanted"), [("--works=sleep", "no work 'sleep'"), ("no-such-commit", "no worktree of no-such-commit")]
+    ("flag", "wanted"), [("--works=sleep", "'sleep' is none of"), ("no-such-commit", "no worktree of no-such-commit")]
 )
 def test_bad_input_is_refused(flag: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """With another status than slower code."""
