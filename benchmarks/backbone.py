@@ -21,19 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import (
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    one_of,
-    positive,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import listed, one_of, positive
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import above_zero, listed, one_of, positive
 from attention_cases import peak_beyond
-from environment import above_zero, listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
+from environment import results_file, say, surroundings, warn_if_busy, write
 from torch import Tensor, nn
 
 from transformer_xl.device import set_threads

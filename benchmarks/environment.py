@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 RESULTS = Path(__file__).parent / "results"
 PROCESSOR_KINDS = ("amx", "avx512-bf16-zen5", "avx512-bf16", "avx512", "avx2")
@@ -116,47 +111,6 @@ def warn_if_busy() -> float | None:
     if load > 0.5:
         say(f"warning: load average {load:.2f} before the start; measurements on a busy computer are unreliable")
     return round(load, 2)
-
-
-def positive(text: str) -> int:
-    """Parse a command-line argument that is an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    """Parse a command-line argument that is a number above 0, such as a time in seconds."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
-
-
-def natural(text: str) -> int:
-    """Parse a command-line argument that is an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 0")
-    return int(text)
-
-
-def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """Return a parser of command-line arguments that are one of some names."""
-
-    def parsed(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return parsed
-
-
-def listed(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a parser of command-line arguments that are values with commas, each of which `parse` reads."""
-    return lambda text: [parse(word) for word in text.split(",")]
 
 
 def refuse(text: str) -> NoReturn:

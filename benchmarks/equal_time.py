@@ -47,21 +47,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import (
-    RESULTS,
-    above_zero,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    natural,
-    positive,
-    read,
-    refuse,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import above_zero, listed, natural, positive
+from environment import RESULTS, commit, cpu_features, cpu_model, read, refuse, say, warn_if_busy, write
 from implementations.competitor import Assignment
 from training import PEERS
 

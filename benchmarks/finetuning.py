@@ -27,22 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import (
-    above_zero,
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    natural,
-    one_of,
-    positive,
-    read,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import above_zero, listed, natural, one_of, positive
+from environment import command, commit, cpu_features, cpu_model, read, results_file, say, warn_if_busy, write
 from implementations.competitor_ours import Clock
 
 from transformer_xl import Callback, Corpus, evaluate, finetune, load, train

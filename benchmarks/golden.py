@@ -28,7 +28,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from environment import commit, cpu_model, positive, processor_kind, read, say
+from arguments import positive
+from environment import commit, cpu_model, processor_kind, read, say
 from golden_cases import CaseFolder, all_cases, make_corpora
 
 GOLDEN = Path(__file__).parent / "golden"

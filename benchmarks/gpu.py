@@ -32,20 +32,9 @@ from typing import Any
 
 import step_times
 import torch
+from arguments import above_zero, listed, one_of
 from attention_cases import Shape, check, check_deterministic, check_dropout, times
-from environment import (
-    RESULTS,
-    above_zero,
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    device_name,
-    listed,
-    one_of,
-    say,
-    write,
-)
+from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, write
 
 from transformer_xl.ops.kernels import KERNELS
 

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import above_zero, listed, one_of, positive
 from attention_cases import Shape, check, check_dropout, draw, peak_beyond, times
-from environment import above_zero, listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
+from environment import results_file, say, surroundings, warn_if_busy, write
 
 from transformer_xl.config import UserError
 from transformer_xl.device import has_bfloat16, set_threads

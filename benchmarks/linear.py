@@ -19,18 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import (
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    positive,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import listed, positive
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from torch import Tensor, nn
 
 from transformer_xl.ops.linear import PackedLinear, multiply, multiply_weight_gradient

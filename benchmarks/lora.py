@@ -23,7 +23,8 @@ from typing import Any
 
 import peft  # noqa: F401 (in all arms, so that its import is in none of the differences)
 import torch
-from environment import command, commit, cpu_features, cpu_model, positive, results_file, say, warn_if_busy, write
+from arguments import positive
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 from trainee import StepTimer
 from typing_extensions import override
 

@@ -35,20 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import (
-    above_zero,
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    natural,
-    positive,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import above_zero, listed, natural, positive
+from environment import command, commit, cpu_features, cpu_model, results_file, say, warn_if_busy, write
 
 from transformer_xl.architectures import build_model
 from transformer_xl.config import run_settings

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from environment import listed, one_of, positive, results_file, say, surroundings, warn_if_busy, write
+from arguments import listed, one_of, positive
+from environment import results_file, say, surroundings, warn_if_busy, write
 
 from transformer_xl import GenerationConfig, load
 from transformer_xl.device import set_threads

@@ -29,20 +29,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from environment import (
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    one_of,
-    positive,
-    refuse,
-    results_file,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import listed, one_of, positive
+from environment import command, commit, cpu_features, cpu_model, refuse, results_file, say, warn_if_busy, write
 from golden_cases import text_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -346,7 +334,7 @@ def main() -> None:
         else:
             print(json.dumps({"tokens/s": worker(args.worker, folder / WORKERS[args.worker][0], **scales)}))
         return
-    works = args.works
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that worktrees are removed
     busy = warn_if_busy()
     found: dict[str, list[dict[str, Any]]] = {}
@@ -361,7 +349,7 @@ def main() -> None:
         base, head = versions
         say(f"base {base.name}, head {head.name}")
         print("| work | unit | base | head | ratio | quartiles | interval |\n|---|---|---|---|---|---|---|")
-        for work in works:
+        for work in args.works:
             rounds = []
             for number in range(args.rounds):
                 order = (base, head) if number % 2 == 0 else (head, base)

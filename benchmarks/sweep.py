@@ -28,22 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import (
-    RESULTS,
-    above_zero,
-    command,
-    commit,
-    cpu_features,
-    cpu_model,
-    listed,
-    natural,
-    positive,
-    read,
-    refuse,
-    say,
-    warn_if_busy,
-    write,
-)
+from arguments import above_zero, listed, natural, positive
+from environment import RESULTS, command, commit, cpu_features, cpu_model, read, refuse, say, warn_if_busy, write
 from implementations.competitor import ConsecutiveSegments
 from trainee import Trainee
 

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import positive
 from environment import (
     command,
     commit,
     cpu_features,
     cpu_model,
     device_name,
-    positive,
     refuse,
     results_file,
     say,

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from environment import listed, natural, positive, results_file, say, surroundings, warn_if_busy, write
+from arguments import listed, natural, positive
+from environment import results_file, say, surroundings, warn_if_busy, write
 from torch import Tensor
 
 from transformer_xl import load, prepare, train
