@@ -316,11 +316,11 @@ def test_folder_of_peft_without_a_checksum_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lora_rank": 1025}, "rank"),
+        ({"lora_rank": 1025}, "^lora_rank: "),
         ({"lora_rank": 11}, "lora_rank 11 is above the smaller side"),
         ({"lora_rank": "8"}, "lora_rank is of type str"),
-        ({"lora_alpha": 0.0}, "alpha"),
-        ({"lora_dropout": 1.0}, "dropout"),
+        ({"lora_alpha": 0.0}, "^lora_alpha: "),
+        ({"lora_dropout": 1.0}, "^lora_dropout: "),
         ({"lora_targets": ["q_prj"]}, r"no linear layer 'q_prj' to adapt \(did you mean 'q_proj'\?\)"),
         ({"lora_targets": "q_proj"}, r"give a list of names such as \['q_proj', 'v_proj'\]"),
         ({"lora_rank": None, "lora_alpha": 4.0}, "lora_alpha has no effect without lora_rank"),

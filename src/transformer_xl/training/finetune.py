@@ -271,7 +271,7 @@ def _lora(
         "dropout": dropout or 0.0,
         "targets": tuple(dict.fromkeys(targets)) or tuple(lora_targets(base.model)) or ("none",),
     }
-    check_lora(base.model, check_settings(LoraConfig, values, "lora"))
+    check_lora(base.model, check_settings(LoraConfig, values, flags="lora_"))
     return values
 
 
