@@ -231,7 +231,9 @@ def contestant(row: Results) -> str:
     sizes = {"n_layers": settings.get("n_layer"), "d_model": settings.get("n_embd"), **settings.get("model", {})}
     details += [f"`{settings['recipe']}`"] if settings.get("recipe") else []
     details += [f"{sizes['n_layers']} layer{'s' * (sizes['n_layers'] > 1)} of {sizes['d_model']}"]
-    details += [name.replace("_", " ") for name in ("value_embeddings", "key_offset") if sizes.get(name)]
+    details += [
+        name.replace("_", " ") for name in ("value_embeddings", "key_offset", "attention_sinks") if sizes.get(name)
+    ]
     details += [f"blocks of {settings['block_size']}"] if "block_size" in settings else []
     details += [f"segments of {train['segment_length']}"] if "segment_length" in train else []
     return ", ".join([name, *details, f"rate {train['learning_rate']:g}"])

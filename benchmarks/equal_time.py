@@ -61,7 +61,7 @@ STEP_TOKENS = 2048  # of all contestants
 NGRAMS = {"max_ngram": 8, "ngram_buckets": 65_536, "d_ngram": 32}
 """The n-gram embeddings of all contestants: those of `fast-small` with a quarter of its rows, since the optimizers of
 others go over all of them in each step."""
-OWN_PARTS = {"value_embeddings": True, "key_offset": True}
+OWN_PARTS = {"value_embeddings": True, "key_offset": True, "attention_sinks": True}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ PTB = {"n_layers": 3, "d_model": 40, "n_heads": 2, "d_head": 20, "d_ff": 60, "vo
 PTB_TRAIN = {"segment_length": 24, "extended_context_length": 24, "warmup_steps": 4, "average_start_step": 10}
 BFLOAT16 = {"dtype": "bfloat16"}
 # the recipe demo with lengths and parts that it had when files of other processors were written
-DEMO = {"value_embeddings": False, "key_offset": False, "max_ngram": 8}
+DEMO = {"value_embeddings": False, "key_offset": False, "attention_sinks": False, "max_ngram": 8}
 DEMO_TRAIN = {"segment_length": 64, "memory_length": 128, "batch_size": 32}
 TRAINING: dict[str, tuple[str | None, str, dict[str, Any], dict[str, Any]]] = {
     "demo": ("demo", "bytes", DEMO, {**DEMO_TRAIN, "max_steps": 50, "warmup_steps": 5, **BFLOAT16}),

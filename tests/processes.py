@@ -63,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cutoffs, shuffled": {
         "model": {
             "cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True, "value_embeddings": True, "key_offset": True,
+            "attention_sinks": True,
         },
         "train": {
             "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12,

@@ -25,11 +25,11 @@ class KeyMask:
     """Number of keys that a query attends to, its own position included, or None for all."""
 
 
-def attention(q, k, v, position_keys, u, w, key_mask):
+def attention(q, k, v, position_keys, u, w, key_mask, sinks=None):
     """Return relative attention (B, T, N, H).
 
     Shapes: q (B, T, N, H), k and v (B, S, N, H), position_keys (P, N, H) in descending order of distance, the content
-    bias u and the position bias w (the paper's v) (N, H).
+    bias u and the position bias w (the paper's v) (N, H); sinks (N,), or None: a further score, of no key.
     """
     batch_size, num_queries, num_heads, d_head = q.shape
     num_keys, num_distances = k.shape[1], position_keys.shape[0]
@@ -50,6 +50,8 @@ def attention(q, k, v, position_keys, u, w, key_mask):
                     content_bias, position_bias = (u[n] * k[b, j, n]).sum(), (w[n] * r).sum()
                     scores.append((content + position + content_bias + position_bias) / math.sqrt(d_head))
                     values.append(v[b, j, n])
+                if sinks is not None:
+                    scores, values = [*scores, sinks[n]], [*values, torch.zeros_like(v[b, 0, n])]
                 highest = max(score.item() for score in scores)
                 weights = [torch.exp(score - highest) for score in scores]
                 total = sum(weights)
@@ -105,7 +107,8 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm,
     if "attention.value_embedding.gate" in layer:
         gate = layer["attention.value_embedding.gate"]
         v = v + 2 * torch.sigmoid(context[..., : gate.shape[1]] @ gate.T)[..., None] * added
-    attended = attention(q, k, v, position_keys, u, w, key_mask).flatten(-2)
+    sinks = 16 * layer["attention.sinks"] if "attention.sinks" in layer else None
+    attended = attention(q, k, v, position_keys, u, w, key_mask, sinks).flatten(-2)
     x = x + attended @ layer["attention.o_proj.weight"].T
     x = x if pre_norm else layer_norm(x, *norm)
 

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "narrow embeddings": {"tie_word_embeddings": False, "d_embed": 10},
     "window": {"attention_window": 9, "clamp_length": 5},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
     "attends to empty memory": {"attend_empty_memory": True},
     "xlnet": {"architecture": "xlnet", "d_head": 7, "perm_size": 8, "max_gram": 3},
     "shaw": {"architecture": "shaw"},

@@ -67,7 +67,7 @@ def _by_name(tensors: Tensors) -> dict[str, Tensor]:
     if isinstance(tensors, Memory):
         return tensors.tensors()
     if isinstance(tensors, Mapping):
-        return dict(tensors)
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 

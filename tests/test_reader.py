@@ -21,7 +21,7 @@ SETTINGS = {
     "norm first": {"norm_first": True, "qk_norm": True},
     "n-grams longer than the memory": {"max_ngram": 5, "ngram_buckets": 97, "d_ngram": 3},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
 }
 LIMITS = {
     "plain": ContextLimits(MEMORY),

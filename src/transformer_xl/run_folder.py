@@ -598,7 +598,7 @@ def model_digest(config: RunConfig) -> str:
     """Return the sha256 of the settings that determine what a model computes."""
     values = config.model.flat()
     values.pop("attn_implementation", None)
-    for name in ("value_embeddings", "key_offset"):  # which earlier versions did not have
+    for name in ("value_embeddings", "key_offset", "attention_sinks"):  # which earlier versions did not have
         if not values.get(name):
             values.pop(name, None)
     return json_digest(values)

@@ -92,7 +92,7 @@ def test_losses_are_those_of_score_wherever_segments_are_divided(run_of) -> None
 MODELS: dict[str, dict[str, Any]] = {
     "n-grams": {"max_ngram": 4, "ngram_buckets": 31, "d_ngram": 6},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
     "empty memory attended": {"attend_empty_memory": True},
     "window": {"attention_window": 5},
     "lstm": {"architecture": "lstm"},

@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "n-grams and norms": {"max_ngram": 4, "ngram_buckets": 29, "d_ngram": 5, "qk_norm": True, "norm_first": True},
     "empty slots attended": {"attend_empty_memory": True},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
 }
 LIMITS = [ContextLimits(31), ContextLimits(5), ContextLimits(13, attention_window=6), ContextLimits(9, clamp_length=4)]
 SETTINGS: dict[str, dict[str, Any]] = {

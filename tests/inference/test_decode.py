@@ -43,8 +43,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide": {"d_model": 72, "n_heads": 2, "d_head": 33, "d_ff": 130},
     "adaptive softmax": {"cutoffs": (6, 12), "div_val": 2},
     "value embeddings, pre-norm, qk_norm": {"value_embeddings": True, "norm_first": True, "qk_norm": True},
-    "key offset": {"key_offset": True},
-    "key offset, pre-norm, qk_norm, odd heads": {"key_offset": True, "norm_first": True, "qk_norm": True, "d_head": 5},
+    "key offset, sinks": {"key_offset": True, "attention_sinks": True},
+    "key offset, sinks, pre-norm, qk_norm, odd heads": {
+        "key_offset": True,
+        "attention_sinks": True,
+        "norm_first": True,
+        "qk_norm": True,
+        "d_head": 5,
+    },
 }
 
 

@@ -25,7 +25,7 @@ MODELS = {
     "n-grams": {"max_ngram": 3, "d_ngram": 5, "ngram_buckets": 31},
     "window": {"attention_window": 9},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
     "adaptive": {"cutoffs": (5, 11), "div_val": 2},
     "empty memory attended": {"attend_empty_memory": True},
     "empty memory attended, pre-norm": {"attend_empty_memory": True, "norm_first": True},

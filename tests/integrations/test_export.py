@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "n-grams, adaptive": {"max_ngram": 4, "d_ngram": 5, "ngram_buckets": 31, "cutoffs": (31, 97), "div_val": 2},
     "as fast-small": {
         "max_ngram": 3, "d_ngram": 5, "ngram_buckets": 31, "value_embeddings": True, "key_offset": True,
+        "attention_sinks": True,
         "norm_first": True, "qk_norm": True, "clamp_length": 6,
     },
     "limits, pre-norm": {"attention_window": 9, "clamp_length": 6, "norm_first": True, "qk_norm": True},

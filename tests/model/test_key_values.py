@@ -38,7 +38,7 @@ LIMITS = {  # the first argument is the number of memory slots
         {"qk_norm": True, "max_ngram": 4},
         {"value_embeddings": True, "norm_first": True},
         {"key_offset": True},
-        {"key_offset": True, "norm_first": True, "qk_norm": True, "d_head": 5},
+        {"key_offset": True, "attention_sinks": True, "norm_first": True, "qk_norm": True, "d_head": 5},
     ],
 )
 @pytest.mark.parametrize("attend_empty", [False, True])

@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False, "norm_first": True, "attend_empty_memory": True},
     "n-grams": {"max_ngram": 3, "ngram_buckets": 97, "d_ngram": 5, "qk_norm": True},
     "value embeddings": {"value_embeddings": True},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": True, "attention_sinks": True},
     "shaw": {"architecture": "shaw", "max_relative_positions": 11},
     "vaswani": {"architecture": "vaswani"},
     "al-rfou": {"architecture": "al-rfou", "max_position_embeddings": 17},

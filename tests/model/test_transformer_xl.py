@@ -32,8 +32,10 @@ STYLES = {
     "n-grams": {"max_ngram": 4, "ngram_buckets": 17, "d_ngram": 3},
     "value embeddings": {"value_embeddings": True},
     "key offset": {"key_offset": True},
+    "attention sinks": {"attention_sinks": True},
     "newer parts": {
-        "key_offset": True, "value_embeddings": True, "qk_norm": True, "norm_first": True, "final_norm": False
+        "key_offset": True, "attention_sinks": True, "value_embeddings": True, "qk_norm": True, "norm_first": True,
+        "final_norm": False,
     },
 }  # fmt: skip
 

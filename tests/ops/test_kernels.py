@@ -47,14 +47,14 @@ CASES = {
 }
 
 
-def random_inputs(num_queries: int, num_memory: int, window: int | None) -> AttentionInputs:
+def random_inputs(num_queries: int, num_memory: int, window: int | None, sinks: bool = False) -> AttentionInputs:
     """Return inputs with one position key for each distance within the window."""
     generator = torch.Generator().manual_seed(11)
     num_keys = num_queries + num_memory
     num_distances = min(num_keys, window or num_keys)
     shapes = [  # in the order of the fields of AttentionInputs
         (BATCH, num_queries, HEADS, WIDTH), (BATCH, num_keys, HEADS, WIDTH), (BATCH, num_keys, HEADS, WIDTH),
-        (num_distances, HEADS, WIDTH), (HEADS, WIDTH), (HEADS, WIDTH),
+        (num_distances, HEADS, WIDTH), (HEADS, WIDTH), (HEADS, WIDTH), *[(HEADS,)] * sinks,
     ]  # fmt: skip
     return AttentionInputs(*(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes))
 
@@ -64,15 +64,16 @@ def with_gradients(out_BTNH: torch.Tensor, inputs: AttentionInputs, loss: torch.
     return {"output": out_BTNH, **named_gradients(loss, vars(inputs))}
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("case", CASES)
-def test_kernel_equals_oracle(name, case):
+def test_kernel_equals_oracle(name, case, sinks):
     """With and without gradients, and if all slots are valid also with `AttentionMask(None)`."""
     num_queries, num_memory, valid, window = CASES[case]
-    inputs = random_inputs(num_queries, num_memory, window)
+    inputs = random_inputs(num_queries, num_memory, window, sinks)
     masks = [AttentionMask(torch.tensor(valid))] + [AttentionMask(None)] * (valid == [num_memory] * BATCH)
     weight = torch.randn(BATCH, num_queries, HEADS, WIDTH, dtype=torch.float64)
-    expected = attention(*inputs.tensors(), KeyMask(valid, window))
+    expected = attention(*inputs.tensors(), KeyMask(valid, window), inputs.sink_N)
     expected_gradients = named_gradients((expected * weight).sum(), vars(inputs))
     for mask in masks:
         out = KERNELS[name].attend(inputs, mask, 0.0)
@@ -92,7 +93,7 @@ def test_one_dropout_mask_is_used_in_both_passes(monkeypatch, kernel, sizes):
     for name, size in sizes.items():
         monkeypatch.setattr(f"transformer_xl.ops.kernels.cpu.{name}", size)
     dropout, num_queries, num_keys = 0.4, 5, 12
-    inputs = random_inputs(num_queries, num_keys - num_queries, None)
+    inputs = random_inputs(num_queries, num_keys - num_queries, None, sinks=True)
     weight_BTNH = torch.randn(BATCH, num_queries, HEADS, WIDTH, dtype=torch.float64)
 
     def attend(attention_inputs, seed):
@@ -135,7 +136,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_reference_kernel(name):
 
 def results_in(kernel: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return float64 copies of a kernel's output and gradients in a dtype; inputs are times 2, for peaked attention."""
-    tensors = random_inputs(num_queries=17, num_memory=31, window=None).tensors()
+    tensors = vars(random_inputs(num_queries=17, num_memory=31, window=None, sinks=True)).values()
     inputs = AttentionInputs(*((2 * tensor.detach()).to(dtype).requires_grad_() for tensor in tensors))
     out_BTNH = KERNELS[kernel].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
     weight_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -228,7 +229,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
         monkeypatch.setattr(f"transformer_xl.ops.kernels.cpu.{constant}", size)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     monkeypatch.setattr("transformer_xl.ops.kernels.native._DECODE_QUERIES", 5)  # used without gradients
-    inputs = random_inputs(5, 7, window)
+    inputs = random_inputs(5, 7, window, sinks="_BUFFER_BYTES" in sizes)
     valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     is_token_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
     first_key_BT = torch.zeros(2, 5).long() if mask.first_key_BT is None else mask.first_key_BT
@@ -238,6 +239,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
         attention(
             *one_query(expanded_inputs, row, query),
             KeyMask([min(valid[row] + query, 7 + query, 7 + query - int(first_key_BT[row, query]))]),
+            inputs.sink_N,
         )[0, 0]
         for row, query in is_token_BT.nonzero().tolist()
     ])  # fmt: skip
@@ -310,7 +312,7 @@ def test_native_kernel_equals_the_reference_kernel_over_several_blocks(case):
     num_distances = min(num_keys, window or num_keys) - num_clamped
     shapes = [
         (3, num_queries, 2, width), (3, num_keys, 2, width), (3, num_keys, 2, width), (num_distances, 2, width),
-        (2, width), (2, width), (3, num_queries, 2, width),
+        (2, width), (2, width), (2,), (3, num_queries, 2, width),
     ]  # fmt: skip
     *tensors, weight_BTNH = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     valid_B = None if valid is None else torch.tensor(valid)
@@ -390,14 +392,14 @@ def test_native_operators_pass_torch_s_checks():
     """Schemas, shapes on the meta device, autograd and torch.compile's dispatch."""
     tensors = [tensor.detach().float().requires_grad_() for tensor in random_inputs(5, 7, None).tensors()]
     valid_B, stop_key_BT, seed = torch.tensor([3, 7]), torch.full((2, 5), 11), torch.tensor(5)
-    arguments = (None, stop_key_BT, seed, 0.2, 0, 1)
-    torch.library.opcheck(operators().attention.default, (tensors, valid_B, *arguments))
+    arguments, sink_N = (None, stop_key_BT, seed, 0.2, 0, 1), torch.ones(HEADS, requires_grad=True)
+    torch.library.opcheck(operators().attention.default, (tensors, sink_N, valid_B, *arguments))
     detached = [tensor.detach() for tensor in tensors]
-    out_BTNH, lse_BNT = operators().attention(detached, valid_B, *arguments)
+    out_BTNH, lse_BNT = operators().attention(detached, None, valid_B, *arguments)
     checks = ("test_schema", "test_faketensor")  # these have no gradients
     backward = (out_BTNH, lse_BNT, detached, valid_B, *arguments)
     torch.library.opcheck(operators().attention_backward.default, backward, test_utils=checks)
-    torch.library.opcheck(operators().attention_decode.default, (detached, valid_B, None, 0), test_utils=checks)
+    torch.library.opcheck(operators().attention_decode.default, (detached, None, valid_B, None, 0), test_utils=checks)
     dropped = (detached[0], seed, 0.2, True, None)
     torch.library.opcheck(operators().dropout.default, dropped, test_utils=checks)
 

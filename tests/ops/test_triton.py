@@ -67,7 +67,10 @@ def summation(request):
 
 
 def random_case(case, width=5, dtype=DTYPE):
-    """Return the inputs of a case with this head width, its mask, and a weight for each element of the output."""
+    """Return the inputs of a case with this head width, its mask, and a weight for each element of the output.
+
+    A single head has a sink.
+    """
     num_queries, num_memory, valid, window, heads = CASES[case]
     num_queries, num_memory, batch_size = num_queries * SCALE, num_memory * SCALE, len(valid)
     num_keys = num_queries + num_memory
@@ -79,6 +82,7 @@ def random_case(case, width=5, dtype=DTYPE):
     ]  # fmt: skip
     generator = torch.Generator().manual_seed(11)
     *tensors, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    tensors += [torch.randn(heads, generator=generator, dtype=torch.float64)] * (heads == 1)
     inputs = AttentionInputs(*(tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors))
     return inputs, AttentionMask(torch.tensor(valid, device=DEVICE) * SCALE), weight.to(DEVICE, dtype)
 
@@ -105,7 +109,7 @@ def oracle(inputs, mask, _dropout):
     """Compute attention by the loops of tests/reference.py, or on a GPU (larger lengths) by the reference kernel."""
     if ON_GPU:
         return REFERENCE(inputs, mask, 0.0)
-    return attention(*inputs.tensors(), KeyMask(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
+    return attention(*inputs.tensors(), KeyMask(mask.valid_B.tolist(), len(inputs.position_key_PNH)), inputs.sink_N)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,7 +277,7 @@ def test_strided_inputs_and_expanded_gradients():
     strided = AttentionInputs(*(
         torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]].detach().requires_grad_()
         for t in inputs.tensors()
-    ))  # fmt: skip
+    ), inputs.sink_N)  # fmt: skip
     one = torch.ones((), dtype=DTYPE, device=DEVICE)
     assert_close(results(attend, strided, mask, one), results(REFERENCE, inputs, mask, one))
 
@@ -329,7 +333,8 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
         out = attend(inputs, mask, 0.0)
     out.sum().backward()
     valid, log_sum = len(mask.valid_B), out[..., 0].numel()  # numbers of elements of these two tensors
-    assert sorted(saved) == sorted([*(tensor.numel() for tensor in inputs.tensors()), valid, out.numel(), log_sum])
+    given = (tensor.numel() for tensor in vars(inputs).values())
+    assert sorted(saved) == sorted([*given, valid, out.numel(), log_sum])
     assert max(passed, default=size) < size
 
 
@@ -337,7 +342,8 @@ def test_custom_operators_satisfy_torch_s_checks():
     """torch's fourth check, test_aot_dispatch_dynamic, is replaced by `test_compiles_without_graph_breaks`."""
     inputs, mask, _ = random_case("one query, no memory")
     seed, num_later, dropout = torch.tensor([3], device=DEVICE), 0, 0.5
-    arguments = inputs.tensors(), mask.valid_B, None, None, seed, num_later, dropout
+    sink_N = torch.ones(2, dtype=DTYPE, device=DEVICE, requires_grad=True)
+    arguments = inputs.tensors(), sink_N, mask.valid_B, None, None, seed, num_later, dropout
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 

@@ -174,7 +174,8 @@ template <class T, class A>
 void attention(const Format& format, const Case& c, bool columns) {
   Inputs<T> inputs(c, columns);
   Attention z = inputs.z;
-  z.dropout = c.dropout, z.seed = 5;
+  const std::vector<A> sinks = random<A>(z.N);
+  z.dropout = c.dropout, z.seed = 5, z.sinks = columns ? sinks.data() : nullptr;
   const int64_t width = z.N * z.H, queries = z.B * z.T * width, keys = z.B * z.S * width;
   std::vector<T> out(queries), dq(queries), dk(keys), dv(keys), dout = random<T>(queries);
   std::vector<A> lse(z.B * z.N * z.T), dr(z.groups * z.P * width), du(z.groups * width), dw(z.groups * width);
@@ -229,6 +230,8 @@ void layer(const Format& format, const Case& c, int64_t num_new, int64_t D, int6
   z.from = x_before.data();
   const std::vector<A> added = random<A>(R * I), gate = random<A>(a.N * std::min<int64_t>(D, 12));
   z.added = added.data(), z.gate = gate.data(), z.gates = std::min<int64_t>(D, 12);
+  const std::vector<A> sinks = random<A>(a.N);
+  a.sinks = norm_first ? sinks.data() : nullptr;
   std::vector<A> x_after(R * D);
   DecodedLayer second = z;  // after the first
   second.from = x.data(), second.x = results.add(x_after), second.added = nullptr;

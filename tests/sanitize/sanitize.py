@@ -82,16 +82,17 @@ PLANTS = [
     Plant(
         "write past a buffer",
         ("factor[a] = 0;", "factor[a + 1] = 0;"),
-        "address", "heap-buffer-overflow", "attention", f"o.attention({INPUTS}, None, None, None, None, 0.0, 0, 0)",
+        "address", "heap-buffer-overflow", "attention",
+        f"o.attention({INPUTS}, None, None, None, None, None, 0.0, 0, 0)",
     ),
     Plant(
         "misaligned load",
         ("std::memcpy(&x, from, sizeof(x));", "x = *static_cast<const V*>(from);"),
-        "address", "misaligned address", "decode", f"o.attention_decode({INPUTS}, None, None, 0)",
+        "address", "misaligned address", "decode", f"o.attention_decode({INPUTS}, None, None, None, 0)",
     ),
     Plant(
         "threads that write one element",
-        ("static_cast<A*>(z.lse)[query] = ", "static_cast<A*>(z.lse)[0] = "),
+        ("= static_cast<A*>(z.lse) + query;", "= static_cast<A*>(z.lse);"),
         "thread", "data race", "attention",
     ),
 ]  # fmt: skip

@@ -71,7 +71,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "value embeddings": ({"value_embeddings": True}, {"memory_length": 5}),
-    "key offset": ({"key_offset": True}, {"memory_length": 5}),
+    "key offset": ({"key_offset": True, "attention_sinks": True}, {"memory_length": 5}),
     "lstm": ({"architecture": "lstm"}, {"micro_batch_size": 2}),
     "qrnn": ({"architecture": "qrnn", "zoneout": 0.2}, {"optimizer": "muon"}),
     "shaw": ({"architecture": "shaw"}, {"activation_checkpointing": True}),

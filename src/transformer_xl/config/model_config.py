@@ -93,6 +93,11 @@ class _Architecture(Settings):
         return self.__dict__.get("key_offset", False)
 
     @property
+    def has_attention_sinks(self) -> bool:
+        """Whether a query may attend to nothing (the setting attention_sinks)."""
+        return self.__dict__.get("attention_sinks", False)
+
+    @property
     def attention_kernel(self) -> str | None:
         """Name of the attention kernel, or auto; None for a model that has none."""
         return self.__dict__.get("attn_implementation")
@@ -452,6 +457,9 @@ class TransformerXLConfig(RelativeConfig):
     key_offset: bool = False
     """Half of each head's key is that of the token before (partial key offset, as in modded-nanogpt), so that one layer
     can look for what followed the last time. Not together with attend_empty_memory."""
+    attention_sinks: bool = False
+    """Learn a score of each head that stands for no key (attention sinks; Xiao et al. 2023, as in gpt-oss), so that a
+    query may attend to nothing: at the start of a text there are few keys, and a query need not match one of them."""
 
     @model_validator(mode="after")
     def _check_key_offset(self) -> Self:

@@ -47,6 +47,7 @@ class ModelSettings(TypedDict, total=False):
     tie_key_projections: bool
     value_embeddings: bool
     key_offset: bool
+    attention_sinks: bool
     reuse_length: int | None
     perm_size: int
     num_predict: int | None

@@ -55,6 +55,8 @@ class DecodeTables:
     eps: list[float]
     """Of the two LayerNorms and the norms of queries and keys in each layer; 0 where there is none."""
     value_embeddings: list[ValueEmbedding | None]
+    sinks: list[Tensor]
+    """Of each layer (N,); without elements where there are none."""
     norm_first: bool
     has_key_offset: bool
 
@@ -95,6 +97,7 @@ class DecodeTables:
             *([cache.position_keys.r_NHP for cache in caches], context.num_distances),
             *(context.mask.valid_B, context.mask.num_clamped),
             *self._added(x_BTD, context.ids_BT),
+            self.sinks,
             self.has_key_offset,
         )
         return list(states_LBTD.unbind(0)), list(caches)
@@ -122,7 +125,7 @@ def decode_tables(
         biases: those of each layer, or None where they are not learned.
         dtype: of products.
     """
-    found = DecodeTables(dtype, [], [], [], [], [], norm_first=False, has_key_offset=False)
+    found = DecodeTables(dtype, [], [], [], [], [], [], norm_first=False, has_key_offset=False)
     for layer, pair in zip(layers, biases, strict=True):
         parts = None if pair is None else _parts(layer)
         if parts is None or pair is None:
@@ -131,6 +134,9 @@ def decode_tables(
         found.position_keys.append(attention.position_keys)
         found.weights.extend(weights)
         found.value_embeddings.append(attention.value_embedding)
+        sink_N = attention.sink_scores()
+        sums = torch.promote_types(dtype, torch.float32)
+        found.sinks.append(torch.empty(0) if sink_N is None else sink_N.detach().to(sums))
         found.biases.extend(bias.detach().to(dtype) for bias in (pair.content_NH, pair.position_NH))
         found.eps.extend(0.0 if isinstance(norm, nn.Identity) else float(norm.eps) for norm in norms)
     per_layer = len(found.weights) // len(found.position_keys)

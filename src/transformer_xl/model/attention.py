@@ -27,6 +27,7 @@ from transformer_xl.ops.kernels import Attend, AttentionInputs, AttentionMask
 from transformer_xl.ops.linear import PackedLinear
 
 _GATE_CHANNELS = 12  # of a layer's input open the gates of value embeddings
+_SINK_SCALE = 16  # of sinks, so that the learning rate of other weights moves them far enough
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class RelativeAttention(nn.Module):
         )
         self.gate = make_gate(config)
         self.value_embedding: ValueEmbedding | None = None
+        self.sinks = nn.Parameter(torch.empty(config.n_heads)) if config.has_attention_sinks else None
         self.qkv_dropout = FastDropout(
             config.regularization.qkv_dropout, variational=config.regularization.variational_dropout
         )
@@ -180,7 +182,17 @@ class RelativeAttention(nn.Module):
             biases = self._zero_distance_query(context)
         # in the dtype of q, because under autocast projections are bfloat16 and biases float32
         content_bias_NH, position_bias_NH = biases.content_NH.to(q_BTNH.dtype), biases.position_NH.to(q_BTNH.dtype)
-        return AttentionInputs(q_BTNH, k_BSNH, v_BSNH, r_PNH, content_bias_NH, position_bias_NH), cache
+        biases_and_sinks = (content_bias_NH, position_bias_NH, self.sink_scores())
+        return AttentionInputs(q_BTNH, k_BSNH, v_BSNH, r_PNH, *biases_and_sinks), cache
+
+    def init_sinks(self) -> None:
+        """Set the sinks, if there are some, to a score of 3: as much as 20 keys of score 0."""
+        if self.sinks is not None:
+            nn.init.constant_(self.sinks, 3 / _SINK_SCALE)
+
+    def sink_scores(self) -> Tensor | None:
+        """Return the score of each head's sink (N,), or None without sinks."""
+        return None if self.sinks is None else self.sinks * _SINK_SCALE
 
     def output(self, x_BTD: Tensor, attended_BTNH: Tensor) -> Tensor:
         """Project the attended values and join them with the layer's input, shape (B, T, D)."""

@@ -119,6 +119,8 @@ class RelativeLanguageModel(RelativeModel, LanguageModel):
         for module in self.layers.modules():
             if isinstance(module, ValueEmbedding):
                 module.init_weights()
+            elif isinstance(module, RelativeAttention):
+                module.init_sinks()
 
     @override
     def run_layers(

@@ -38,7 +38,7 @@ def build_optimizers(model: LanguageModel, config: TrainConfig, *, layer_rate_de
     """Build the optimizers of the settings; every parameter that is trained is in exactly one group of one optimizer.
 
     Decoupled weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the
-    attention biases (the paper's u and v). Adam's L2 regularization applies to all weights.
+    attention biases (the paper's u and v), nor sinks. Adam's L2 regularization applies to all weights.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
     requires), and AdamW all other parameters, among them the narrow matrices of an adapter and value embeddings.
     Tables of n-grams that have a learning rate of their own are updated by `RowRMSProp`.

@@ -155,6 +155,7 @@ class AttentionMeans:
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
         """Number of included queries that saw each distance."""
         self._sum_LNP = torch.zeros(*shape, num_distances, dtype=torch.float64)
+        self._has_sinks = model.config.has_attention_sinks
         self._entropy_sum_LN = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, attention: LayerAttention) -> None:
@@ -170,7 +171,10 @@ class AttentionMeans:
         p_NTP = by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
         # some devices have no float64, so each segment is summed there, and the sums are added on the CPU
         self._sum_LNP[attention.layer] += p_NTP.sum(1).cpu().double()
-        self._entropy_sum_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
+        p_NTS = p_BNTS[0]
+        if self._has_sinks:
+            p_NTS = p_NTS / p_NTS.sum(-1, keepdim=True).clamp(min=torch.finfo(p_NTS.dtype).tiny)
+        self._entropy_sum_LN[attention.layer] += torch.special.entr(p_NTS).sum((-1, -2)).cpu().double()
 
     def mean_LNP(self, max_distance: int) -> npt.NDArray[np.float64]:
         """Return the mean probability at distances 0 to `max_distance`; nan where no query saw a distance."""
@@ -179,13 +183,20 @@ class AttentionMeans:
 
     @property
     def distance_LN(self) -> npt.NDArray[np.float64]:
-        """Mean distance that each head attends to, in tokens: the expectation under its probabilities."""
+        """Mean distance that each head attends to, in tokens: the expectation under its probabilities.
+
+        With attention sinks, which take a part of each query's attention, queries count by the rest.
+        """
         distance_P = torch.arange(len(self.count_P), dtype=torch.float64)
-        return ((self._sum_LNP * distance_P).sum(-1) / self.num_queries).numpy()
+        sum_LN = self._sum_LNP.sum(-1).clamp(min=1e-30) if self._has_sinks else self.num_queries
+        return ((self._sum_LNP * distance_P).sum(-1) / sum_LN).numpy()
 
     @property
     def entropy_LN(self) -> npt.NDArray[np.float64]:
-        """Mean entropy of each head's attention, in nats: 0 for a single key, ln(n) for n equally probable keys."""
+        """Mean entropy of each head's attention, in nats: 0 for a single key, ln(n) for n equally probable keys.
+
+        With attention sinks it is that of the keys' probabilities divided by their sum.
+        """
         return (self._entropy_sum_LN / self.num_queries).numpy()
 
 

@@ -223,6 +223,7 @@ def write(
         "tie_key_projections": False,
         "value_embeddings": False,
         "key_offset": False,
+        "attention_sinks": False,
     }
     for name, expressible in expressible_values.items():
         if (value := getattr(model, name)) != expressible:

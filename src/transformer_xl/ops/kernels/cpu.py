@@ -52,7 +52,8 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
         inputs, num_clamped = expand_distances(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
     first_key_BY = mask.first_keys(num_queries, inputs.k_BSNH.shape[1])
-    return _attention(inputs.tensors(), first_key_BY, mask.stop_key_BT, seed, dropout, mask.num_later, num_clamped)
+    limits = (first_key_BY, mask.stop_key_BT)
+    return _attention(inputs.tensors(), inputs.sinks(), *limits, seed, dropout, mask.num_later, num_clamped)
 
 
 # Each pass is a custom operator, which torch.compile, torch's FLOP counter and its meta device handle as one step. Both
@@ -63,6 +64,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
 @torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
 def _attention(
     tensors: Sequence[Tensor],
+    sink_N: Tensor | None,
     first_key_BY: Tensor | None,
     stop_key_BT: Tensor | None,
     seed: Tensor | None,
@@ -72,10 +74,10 @@ def _attention(
 ) -> Tensor:
     block_dropout = _BlockDropout(seed, dropout)
     out_BTNH = tensors[0].new_empty(tensors[0].shape)
-    for part in _parts(AttentionInputs(*tensors), (first_key_BY, stop_key_BT), num_later, num_clamped):
+    for part in _parts(AttentionInputs(*tensors, sink_N=sink_N), (first_key_BY, stop_key_BT), num_later, num_clamped):
         out_GTH = _BUFFERS.like("outputs", part.content_GTH)
         for block in part.blocks():
-            p_GIK = block_dropout.drop(_probabilities(part, block), part, block)
+            p_GIK = block_dropout.drop(_probabilities(part, block)[0], part, block)
             torch.bmm(p_GIK, part.v_GSH[:, block.keys], out=out_GTH[:, block.queries])
         part.put(out_GTH, out_BTNH)
     return out_BTNH.mul_(block_dropout.scale) if dropout else out_BTNH
@@ -85,31 +87,36 @@ def _attention(
 def _attention_backward(
     dout_BTNH: Tensor,
     tensors: Sequence[Tensor],
+    sink_N: Tensor | None,
     first_key_BY: Tensor | None,
     stop_key_BT: Tensor | None,
     seed: Tensor | None,
     dropout: float,
     num_later: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the input tensors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the input tensors and of sinks, which has no elements without them."""
     block_dropout, scale = _BlockDropout(seed, dropout), dout_BTNH.shape[-1] ** -0.5
     dq_BTNH, dk_BSNH, dv_BSNH = (tensor.new_empty(tensor.shape) for tensor in tensors[:3])
     sum_dtype = torch.promote_types(dout_BTNH.dtype, torch.float32)
     dr_PNH, *dbiases_NH = (torch.zeros(tensor.shape, dtype=sum_dtype) for tensor in tensors[3:])
     dr_NPH = torch.zeros_like(dr_PNH.transpose(0, 1), memory_format=torch.contiguous_format)
-    for part in _parts(AttentionInputs(*tensors), (first_key_BY, stop_key_BT), num_later, num_clamped=0):
+    dsink_N = torch.zeros(0 if sink_N is None else len(sink_N), dtype=sum_dtype)
+    for part in _parts(AttentionInputs(*tensors, sink_N=sink_N), (first_key_BY, stop_key_BT), num_later, num_clamped=0):
         dout_GTH = _gather("output gradients", dout_BTNH, part.rows, part.heads).mul_(block_dropout.scale)
         dqueries_GTH = [_BUFFERS.like(f"{name} gradients", part.content_GTH) for name in ("content", "position")]
         dk_GSH, dv_GSH = (
             _BUFFERS.take(f"{name} gradients", part.k_GSH.shape, sum_dtype).zero_() for name in ("key", "value")
         )
         for block in part.blocks():
-            p_GIK, dout_GIH = _probabilities(part, block), dout_GTH[:, block.queries]
+            (p_GIK, sink_JCI), dout_GIH = _probabilities(part, block), dout_GTH[:, block.queries]
             dropped_GIK = block_dropout.drop(p_GIK, part, block, in_place=False)
             _add_product(dv_GSH[:, block.keys], dropped_GIK.mT, dout_GIH)
             ds_GIK = _BUFFERS.like("score gradients", p_GIK)
             torch.bmm(dout_GIH, part.v_GSH[:, block.keys].mT, out=ds_GIK)
             block_dropout.drop(ds_GIK, part, block)
+            if sink_JCI is not None:
+                delta_GI = (p_GIK * ds_GIK).sum(-1, dtype=sum_dtype)
+                dsink_N[part.heads] -= (delta_GI.view_as(sink_JCI) * sink_JCI).sum((1, 2))
             torch._softmax_backward_data(ds_GIK, p_GIK, -1, p_GIK.dtype, grad_input=ds_GIK)
             torch.bmm(ds_GIK, part.k_GSH[:, block.keys], out=dqueries_GTH[0][:, block.queries])
             _add_product(dk_GSH[:, block.keys], ds_GIK.mT, part.content_GTH[:, block.queries])
@@ -121,7 +128,7 @@ def _attention_backward(
         part.put(dqueries_GTH[0].add_(dqueries_GTH[1]), dq_BTNH)
     dr_PNH = dr_NPH.transpose(0, 1).to(tensors[3].dtype).contiguous()
     dcontent_bias_NH, dposition_bias_NH = (dbias_NH.mul_(scale).to(dq_BTNH.dtype) for dbias_NH in dbiases_NH)
-    return dq_BTNH.mul_(scale), dk_BSNH, dv_BSNH, dr_PNH, dcontent_bias_NH, dposition_bias_NH
+    return dq_BTNH.mul_(scale), dk_BSNH, dv_BSNH, dr_PNH, dcontent_bias_NH, dposition_bias_NH, dsink_N
 
 
 @_attention.register_fake
@@ -130,8 +137,9 @@ def _(tensors: Sequence[Tensor], *_: Any) -> Tensor:
 
 
 @_attention_backward.register_fake
-def _(_dout_BTNH: Tensor, tensors: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+def _(_dout_BTNH: Tensor, tensors: Sequence[Tensor], sink_N: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    none = tensors[0].new_empty(0, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (*tensors, none if sink_N is None else sink_N))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -140,9 +148,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor) -> tuple[Any, ...]:
-    *tensors, first_key_BY, stop_key_BT, seed = ctx.saved_tensors
-    gradients = _attention_backward(dout_BTNH, tensors, first_key_BY, stop_key_BT, seed, ctx.dropout, ctx.num_later)
-    return list(gradients), *[None] * 6
+    *tensors, sink_N, first_key_BY, stop_key_BT, seed = ctx.saved_tensors
+    masks_and_seed = (sink_N, first_key_BY, stop_key_BT, seed)
+    *gradients, dsink_N = _attention_backward(dout_BTNH, tensors, *masks_and_seed, ctx.dropout, ctx.num_later)
+    return gradients, None if sink_N is None else dsink_N, *[None] * 6
 
 
 _attention.register_autograd(_backward, setup_context=_save)
@@ -184,6 +193,7 @@ class _Part:
     k_GSH: Tensor
     v_GSH: Tensor
     position_key_JPH: Tensor
+    sink_J: Tensor | None
     first_key_CY: Tensor | None
     """Index of the first attended key, without regard to distances, as in `AttentionMask.first_keys`."""
     stop_key_CT: Tensor | None
@@ -261,6 +271,7 @@ def _parts(
                 k_GSH=_view_or_gather("keys", inputs.k_BSNH, rows, heads),
                 v_GSH=_view_or_gather("values", inputs.v_BSNH, rows, heads),
                 position_key_JPH=_view_or_gather("position keys", inputs.position_key_PNH[None], slice(0, 1), heads),
+                sink_J=None if inputs.sink_N is None else inputs.sink_N[heads],
                 first_key_CY=first_key_CY,
                 stop_key_CT=stop_key_CT,
                 num_later=num_later,
@@ -293,8 +304,8 @@ def _is_by_head(x_BXNH: Tensor) -> bool:
     return (stride_x == x_BXNH.shape[-1] and stride_h == 1) or stride_x == 1
 
 
-def _probabilities(part: _Part, block: _Block) -> Tensor:
-    """Return the attention probabilities of a block (G, I, K); the next call overwrites them."""
+def _probabilities(part: _Part, block: _Block) -> tuple[Tensor, Tensor | None]:
+    """Return a block's probabilities (G, I, K), which the next call overwrites, and those of sinks (J, C, I)."""
     wide_GIW = _wide_buffer("scores by distance", part, block)
     num_keys, columns, lowest = _length(block.keys), block.columns, torch.finfo(wide_GIW.dtype).min
     first_key_CY, stop_key_CI = part.first_and_stop_keys(block.queries)
@@ -316,7 +327,13 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
         mask_JCIK.masked_fill_(~keys_before(stop_key_CI - block.keys.start, num_keys), outside)
     p_GIK = _BUFFERS.like("probabilities", mask_GIK)
     torch.baddbmm(mask_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
-    return torch.softmax(p_GIK, -1, out=p_GIK)
+    if part.sink_J is None:
+        return torch.softmax(p_GIK, -1, out=p_GIK), None
+    score_GIK = p_GIK.to(part.sink_J.dtype)
+    lse_JCI = score_GIK.logsumexp(-1).unflatten(0, (part.num_heads, -1))
+    lse_JCI = torch.logaddexp(lse_JCI, part.sink_J[:, None, None])
+    p_GIK.copy_((score_GIK - lse_JCI.flatten(0, 1)[..., None]).exp_())
+    return p_GIK, (part.sink_J[:, None, None] - lse_JCI).exp_()
 
 
 def _add_position_gradients(

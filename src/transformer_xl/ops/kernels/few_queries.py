@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, keys_before
+from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, keys_before, softmax
 from transformer_xl.ops.kernels.sdpa import shifted
 
 
@@ -37,7 +37,10 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
         # the lowest number, not -inf, as in `sdpa.py`
         bias_BNTK = bias_BNTK.masked_fill(before_BYK[:, None], torch.finfo(bias_BNTK.dtype).min)
     p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_attended), content_GTH, k_GKH.mT)
-    torch.softmax(p_GTK, -1, out=p_GTK)
+    if inputs.sink_N is None:
+        torch.softmax(p_GTK, -1, out=p_GTK)
+    else:
+        p_GTK = softmax(p_GTK.unflatten(0, (-1, num_heads)), inputs.sinks()).flatten(0, 1)
     return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, d_head).transpose(1, 2)
 
 

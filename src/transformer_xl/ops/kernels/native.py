@@ -31,13 +31,14 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     if dtype not in _DTYPES or any(tensor.dtype != dtype for tensor in tensors):
         return cpu.attend(inputs, mask, dropout)  # under another autocast than that to bfloat16
     masks = (mask.valid_B, mask.first_key_BT, mask.stop_key_BT)
-    *keys, stop_key_BT = (None if tensor is None else tensor.contiguous() for tensor in masks)
+    *first_keys, stop_key_BT = (None if tensor is None else tensor.contiguous() for tensor in masks)
+    limits = (inputs.sinks(), *first_keys)
     operators, is_causal = torch.ops.transformer_xl_native, not mask.num_later and stop_key_BT is None
     needs_blocks = torch.is_grad_enabled() or dropout or not is_causal  # decoding has no keys after the query
     if inputs.q_BTNH.shape[1] <= _DECODE_QUERIES and not needs_blocks and _is_stored_in_order(inputs):
-        return operators.attention_decode(tensors, *keys, mask.num_clamped)
+        return operators.attention_decode(tensors, *limits, mask.num_clamped)
     seed = torch.randint(2**62, (), device=inputs.q_BTNH.device) if dropout else None
-    return operators.attention(tensors, *keys, stop_key_BT, seed, dropout, mask.num_clamped, mask.num_later)[0]
+    return operators.attention(tensors, *limits, stop_key_BT, seed, dropout, mask.num_clamped, mask.num_later)[0]
 
 
 def _is_stored_in_order(inputs: AttentionInputs) -> bool:

@@ -37,10 +37,18 @@ class AttentionInputs:
     """The paper's u."""
     position_bias_NH: Tensor
     """The paper's v."""
+    sink_N: Tensor | None = None
+    """Attention sinks (Xiao et al. 2023; learned, as in gpt-oss): a further score of each head, whose value is 0. With
+    them a query may attend to nothing. None for none."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors in the order of the fields."""
-        return [getattr(self, field.name) for field in fields(self)]
+        """Return the tensors without sinks, in the order of the fields."""
+        return [getattr(self, field.name) for field in fields(self) if field.name != "sink_N"]
+
+    def sinks(self) -> Tensor | None:
+        """Return sinks in the dtype of sums: float32, or float64 for inputs of float64."""
+        dtype = torch.promote_types(self.q_BTNH.dtype, torch.float32)
+        return None if self.sink_N is None else self.sink_N.to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,18 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     score_BNTS = score_BNTS if mask.added_BNTS is None else score_BNTS + mask.added_BNTS
     # the lowest number, not -inf: a padding query attends to nothing, and its probabilities would be NaN
     score_BNTS = score_BNTS.masked_fill(~attended_B1TS, torch.finfo(score_BNTS.dtype).min)
-    probabilities_BNTS = score_BNTS.softmax(-1, dtype=torch.promote_types(score_BNTS.dtype, torch.float32))
+    dtype = torch.promote_types(score_BNTS.dtype, torch.float32)
+    probabilities_BNTS = softmax(score_BNTS.to(dtype), inputs.sinks())
     probabilities_BNTS = probabilities_BNTS.masked_fill(~attended_B1TS, 0).to(score_BNTS.dtype)
     return AttentionTerms(content, position, content_bias, position_bias, probabilities_BNTS)
+
+
+def softmax(score_BNTS: Tensor, sink_N: Tensor | None) -> Tensor:
+    """Return the probabilities of keys, which sum to less than 1 where there are sinks."""
+    if sink_N is None:
+        return score_BNTS.softmax(-1)
+    sink_BNT1 = sink_N.to(score_BNTS.dtype)[:, None, None].expand(*score_BNTS.shape[:-1], 1)
+    return torch.cat([score_BNTS, sink_BNT1], -1).softmax(-1)[..., :-1]
 
 
 def weighted_values(terms: AttentionTerms, v_BSNH: Tensor, dropout: float = 0.0) -> Tensor:

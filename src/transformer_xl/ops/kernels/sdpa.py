@@ -38,6 +38,10 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels need aligned rows
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)
+    if inputs.sink_N is not None:  # the score of a key and a value of zeros
+        sink_BNT1 = inputs.sink_N.to(bias_BNTS.dtype)[:, None, None].expand(*content_BNTH.shape[:-1], 1)
+        bias_BNTS = torch.cat([bias_BNTS.expand(*content_BNTH.shape[:-1], num_keys), sink_BNT1], -1)
+        keys_BNSH, values_BNSH = (F.pad(states, (0, 0, 0, 1)) for states in (keys_BNSH, values_BNSH))
     out_BNTH = F.scaled_dot_product_attention(
         content_BNTH, keys_BNSH, values_BNSH, attn_mask=bias_BNTS, dropout_p=dropout, scale=scale
     )

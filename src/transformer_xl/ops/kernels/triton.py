@@ -11,6 +11,7 @@ Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P dist
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_xl.ops import native
 from transformer_xl.ops.kernels import sdpa
 from transformer_xl.ops.kernels.reference import AttentionInputs, AttentionMask, expand_distances
 
@@ -64,12 +66,13 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
     ranges = mask.valid_B, mask.first_key_BT, mask.stop_key_BT
-    return relative_attention(tensors, *ranges, seed, mask.num_later, dropout)[0]
+    return relative_attention(tensors, inputs.sinks(), *ranges, seed, mask.num_later, dropout)[0]
 
 
 @torch.library.custom_op("transformer_xl::relative_attention", mutates_args=())
 def relative_attention(
     inputs: Sequence[Tensor],
+    sink_N: Tensor | None,
     valid_B: Tensor | None,
     first_key_BT: Tensor | None,
     stop_key_BT: Tensor | None,
@@ -93,6 +96,10 @@ def relative_attention(
         num_programs = _ceil_div(sizes.T, config.tile) * sizes.B * sizes.N
         mask = kernels.MaskAndSeed(valid_B, _contiguous(first_key_BT), _contiguous(stop_key_BT), seed)
         kernels.launch(kernels.forward_kernel, num_programs, config, operands, mask, results, sizes)
+    if sink_N is not None:
+        of_keys_BNT = log_sum_BNT.masked_fill(log_sum_BNT == math.inf, -math.inf)  # of queries without keys
+        torch.logaddexp2(of_keys_BNT, sink_N[:, None] / math.log(2), out=log_sum_BNT)
+        out_BTNH.mul_((of_keys_BNT - log_sum_BNT).exp2().transpose(1, 2)[..., None])
     return out_BTNH, log_sum_BNT
 
 
@@ -164,15 +171,18 @@ def _empty_gradients(_dout_BTNH: Tensor, inputs: Sequence[Tensor], *_: Any) -> t
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, *mask_and_seed, ctx.num_later, ctx.dropout = inputs
-    ctx.save_for_backward(*tensors, *mask_and_seed, *output)
+    tensors, *sinks_and_mask, ctx.num_later, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *sinks_and_mask, *output)
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *inputs, valid_B, first_key_BT, stop_key_BT, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
+    *inputs, sink_N, valid_B, first_key_BT, stop_key_BT, seed, out_BTNH, log_sum_BNT = ctx.saved_tensors
     mask_and_seed, results = (valid_B, first_key_BT, stop_key_BT, seed), [out_BTNH, log_sum_BNT]
     gradients = relative_attention_backward(dout_BTNH, inputs, *mask_and_seed, results, ctx.num_later, ctx.dropout)
-    return list(gradients), *[None] * 6
+    dsink_N = None
+    if sink_N is not None:
+        dsink_N = native.sink_gradient(sink_N, log_sum_BNT * math.log(2), out_BTNH, dout_BTNH)
+    return list(gradients), dsink_N, *[None] * 6
 
 
 relative_attention.register_autograd(_backward, setup_context=_save)

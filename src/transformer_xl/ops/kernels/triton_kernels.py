@@ -156,7 +156,7 @@ class SavedForBackward(NamedTuple):
     dout: Rows
     """Gradient of the attended values."""
     log_sum: Tensor
-    """log2(sum(exp(score))) over each query's keys (B, N, T); inf for a query without keys."""
+    """log2(sum(exp(score))) over each query's keys and sink (B, N, T); without both inf."""
     delta: Tensor
     """Sum over H of out * dout (B, N, T), written by `queries_kernel` for the other two backward kernels."""
 

@@ -165,8 +165,15 @@ def _gradient_shapes(_dout: Tensor, _lse: Tensor, tensors: Sequence[Tensor], *_:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, *masks_and_seed, ctx.dropout, ctx.num_clamped, ctx.num_later = inputs
-    ctx.save_for_backward(output[1], *masks_and_seed, *tensors)
+    tensors, sink_N, *masks_and_seed, ctx.dropout, ctx.num_clamped, ctx.num_later = inputs
+    out_BTNH = None if sink_N is None else output[0]
+    ctx.save_for_backward(sink_N, out_BTNH, output[1], *masks_and_seed, *tensors)
+
+
+def sink_gradient(sink_N: Tensor, lse_BNT: Tensor, out_BTNH: Tensor, dout_BTNH: Tensor) -> Tensor:
+    """Return the gradient of sinks, whose exponentials are in the sums that `lse_BNT` is the logarithm of."""
+    delta_BNT = (out_BTNH.to(sink_N.dtype) * dout_BTNH.to(sink_N.dtype)).sum(-1).transpose(1, 2)
+    return -((sink_N[:, None] - lse_BNT).exp() * delta_BNT).sum((0, 2))
 
 
 def _refuse_second_derivative(*_: Any) -> None:
@@ -174,7 +181,8 @@ def _refuse_second_derivative(*_: Any) -> None:
 
 
 def _backward(ctx: Any, dout_BTNH: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    lse_BNT, valid_B, first_key_BT, stop_key_BT, seed, *tensors = ctx.saved_tensors
+    sink_N, out_BTNH, lse_BNT, valid_B, first_key_BT, stop_key_BT, seed, *tensors = ctx.saved_tensors
     numbers = (ctx.dropout, ctx.num_clamped, ctx.num_later)
     arguments = (dout_BTNH, lse_BNT, tensors, valid_B, first_key_BT, stop_key_BT, seed, *numbers)
-    return torch.ops.transformer_xl_native.attention_backward(*arguments), *[None] * 7
+    dsink_N = None if sink_N is None else sink_gradient(sink_N, lse_BNT, out_BTNH, dout_BTNH)
+    return torch.ops.transformer_xl_native.attention_backward(*arguments), dsink_N, *[None] * 7

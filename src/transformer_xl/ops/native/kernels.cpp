@@ -60,6 +60,14 @@ inline float exponential(float x) {  // of x <= 0, as in Cephes: relative error 
   return x < -87.f ? 0.f : p * power;
 }
 
+// The score of a head that has no key, -inf where there is none
+template <class A>
+A sink_of(const Attention& z, int64_t n) {
+  return z.sinks ? static_cast<const A*>(z.sinks)[n] : -std::numeric_limits<A>::infinity();
+}
+template <class A>
+A larger_of(A score, A sink) { return score < sink ? sink : score; }  // a number that is none stays one
+
 // Which probabilities of a query are kept: a hash of the seed, the query and the key against a threshold.
 struct Draws {
   uint32_t low = 0, high = 0, threshold = 0;
@@ -421,6 +429,7 @@ struct Head {
     P* const p = buffer<P>(kP, block * keys);  // (I, J)
     A* const o = buffer<A>(kOut, block * width);
     A* const factor = buffer<A>(kInverse, block);
+    const A sink = sink_of<A>(z, n);
     for (int64_t b = first_row; b < end_row; b++) {
       pack_keys(by_key, z.k, b);
       pack(values, width, z.v.at<T>(b, 0, n), z.S, z.H, z.v.x, z.v.h);
@@ -433,11 +442,14 @@ struct Head {
           const int64_t count = a < c.valid ? s.count() : 0, query = (b * z.N + n) * z.T + start + a;
           P* const to = stretch_in(p + a * keys, c, s, count);
           factor[a] = 0;
+          A* const lse = static_cast<A*>(z.lse) + query;
+          if (a < c.valid) *lse = sink;
           if (!count) continue;
           const Draws draws(z, query);
           const A* x = row(scores, c, a) + (s.first - c.key);
-          const A most = maximum(x, count), sum = exponentials<kDrop>(to, x, count, most, draws, s.first);
-          static_cast<A*>(z.lse)[query] = most + std::log(sum);
+          const A most = larger_of(maximum(x, count), sink);
+          const A sum = exponentials<kDrop>(to, x, count, most, draws, s.first) + exponential(sink - most);
+          *lse = most + std::log(sum);
           factor[a] = static_cast<A>(draws.scale) / sum;
         }
         if (c.keys) long_product(c.rows, width, c.keys, keys, width, width, p, values + c.key * width, o);
@@ -742,6 +754,7 @@ void decode(const Attention& z, int64_t task) {
   const A scale = 1 / std::sqrt(static_cast<A>(z.H));
   A *const scores = buffer<A>(kWide, z.S), *const o = buffer<A>(kOut, z.H);
   A *const content = buffer<A>(kDqc, z.H), *const position = buffer<A>(kDqp, z.H);
+  const A sink = sink_of<A>(z, n);
   for (int64_t i = 0; i < z.T; i++) {
     const Stretch s(z, b, i);
     const int64_t count = s.count(), near = smaller(count, z.P), far = count - near;
@@ -758,8 +771,8 @@ void decode(const Attention& z, int64_t task) {
     for (int64_t j = 0; j < far; j++) scores[j] = scores[far];  // clamped distances
     add_scores(scores, content, z.k.at<T>(b, s.first, n), count, z.H, z.k.x, z.k.h, v,
                is_fetched && !i && z.v.x == z.H ? count * z.H : 0);
-    const A most = maximum(scores, count);
-    const A sum = exponentials<false>(scores, scores, count, most, Draws(z, 0), 0);
+    const A most = larger_of(maximum(scores, count), sink);
+    const A sum = exponentials<false>(scores, scores, count, most, Draws(z, 0), 0) + exponential(sink - most);
     const int64_t num_soon = is_fetched && i == z.T - 1 ? count : 0;
     const T* const soon = z.k.at<T>(next / z.N, s.first, next % z.N);
     int64_t j = 0;

@@ -38,6 +38,7 @@ struct Attention {
   View q, k, v, r, u, w;
   View out;   // of the forward pass
   void* lse;  // (B, N, T): logarithm of each query's sum of exponentials; float32, or float64 for float64
+  const void* sinks;  // (N) in the type of lse, or null: a score of each head whose value is 0
   View dout, dq, dk, dv;
   void *dr, *du, *dw;  // sums of each group in the type of lse: (groups, N, P, H) and (groups, N, H)
 };

@@ -251,13 +251,21 @@ void run(const Attention& z, ScalarType type, void (*task)(const Attention&, int
   for_all(count, 1, type == ScalarType::BFloat16 && bfloat16_product, [&](int64_t i) { task(z, i); });
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
-                                     const OptionalTensor& stop_key, const OptionalTensor& seed, double dropout,
-                                     int64_t clamped, int64_t later) {
+ScalarType type_of_sums(ScalarType type) { return type == ScalarType::Double ? type : ScalarType::Float; }
+
+const void* checked_sinks(const Tensor& sinks, const Attention& z, ScalarType type) {
+  require(sinks.scalar_type() == type_of_sums(type) && sinks.is_contiguous() && sinks.numel() == z.N, "wrong sinks");
+  return sinks.const_data_ptr();
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensors& inputs, const OptionalTensor& sinks, const OptionalTensor& valid,
+                                     const OptionalTensor& first_key, const OptionalTensor& stop_key,
+                                     const OptionalTensor& seed, double dropout, int64_t clamped, int64_t later) {
   Attention z = checked(strided(inputs), valid, first_key, stop_key, seed, dropout, clamped, later);
   const ScalarType type = inputs[0].scalar_type();
+  if (sinks) z.sinks = checked_sinks(*sinks, z, type);
   const Tensor out = empty(inputs[0].sizes(), type);
-  const Tensor lse = empty({z.B, z.N, z.T}, type == ScalarType::Double ? type : ScalarType::Float);
+  const Tensor lse = empty({z.B, z.N, z.T}, type_of_sums(type));
   z.out = view(out), z.lse = lse.data_ptr();
   run(z, type, format_of(type).forward, z.N * z.groups);
   return {out, lse};
@@ -283,11 +291,12 @@ Tensors attention_backward(const Tensor& dout, const Tensor& lse, const Tensors&
   return {dq, dk, dv, made_contiguous(torch::stable::transpose(total(dr), 0, 1)), total(du), total(dw)};
 }
 
-Tensor attention_decode(const Tensors& inputs, const OptionalTensor& valid, const OptionalTensor& first_key,
-                        int64_t clamped) {
+Tensor attention_decode(const Tensors& inputs, const OptionalTensor& sinks, const OptionalTensor& valid,
+                        const OptionalTensor& first_key, int64_t clamped) {
   Attention z = checked(strided(inputs), valid, first_key, {}, {}, 0, clamped, 0);
   require_stored_in_order(z.k, z.v, z.r);
   const ScalarType type = inputs[0].scalar_type();
+  if (sinks) z.sinks = checked_sinks(*sinks, z, type);
   const Tensor out = empty(inputs[0].sizes(), type);
   z.out = view(out);
   run(z, type, format_of(type).decode, z.B * z.N);
@@ -315,17 +324,18 @@ void compute(const std::vector<DecodedLayer>& layers, const Format& format, bool
 // and the scales (O, 1) of matrices of 8 bits. `biases` are u and w, `eps` those of the LayerNorms and of q and k. `keys`
 // and `values` are storage (B, N, C, H), whose rows before `ends` are read, `num_keys` of them, and the last T are written;
 // of `positions` (N, H, X) the last `num_distances` are read. `added` (B, T, I), or nothing, is added to the new values
-// through `gates` (N, X). With `key_offset` the second half of a token's key is written one row later.
-// Biases and positions have the dtype of keys.
+// through `gates` (N, X). With `key_offset` the second half of a token's key is written one row later. `sinks` (N) have
+// no elements where a layer has none. Biases and positions have the dtype of keys.
 Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& biases, const std::vector<double>& eps,
                      bool norm_first, const Tensors& keys, const Tensors& values, const std::vector<int64_t>& ends,
                      int64_t num_keys, const Tensors& positions, int64_t num_distances, const OptionalTensor& valid,
-                     int64_t clamped, const Tensors& added, const Tensors& gates, bool key_offset) {
+                     int64_t clamped, const Tensors& added, const Tensors& gates, const Tensors& sinks,
+                     bool key_offset) {
   const size_t L = keys.size(), per_layer = L ? weights.size() / L : 0;
   const bool has_scales = L && weights[0].scalar_type() == ScalarType::Char;
   const size_t num_vectors = per_layer - (has_scales ? 12 : 6);
   require((num_vectors == 6 || num_vectors == 8) && weights.size() == L * per_layer && biases.size() == 2 * L &&
-              eps.size() == 4 * L && values.size() == L && added.size() == L && gates.size() == L &&
+              eps.size() == 4 * L && values.size() == L && added.size() == L && gates.size() == L && sinks.size() == L &&
               ends.size() == L && positions.size() == L && x.dim() == 3 &&
               keys[0].dim() == 4, "wrong number of tensors of layers");
   const int64_t B = x.size(0), T = x.size(1), R = B * T, D = x.size(2), N = keys[0].size(1), H = keys[0].size(3), I = N * H, F = weights[4].size(0);
@@ -372,6 +382,7 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
     DecodedLayer z{};
     z.attention = checked(inputs, valid, {}, {}, {}, 0, clamped, 0);
     require_stored_in_order(z.attention.k, z.attention.v, z.attention.r);
+    if (sinks[layer].numel()) z.attention.sinks = checked_sinks(sinks[layer], z.attention, key_type);
     z.attention.out = q.view, z.attention.out.data = scratch.get() + starts[1];
     z.D = D, z.F = F, z.norm_first = norm_first, z.key_offset = key_offset;
     const std::pair<int64_t, int64_t> shapes[6] = {{I, D}, {I, D}, {I, D}, {D, I}, {F, D}, {D, F}};
@@ -406,8 +417,8 @@ Tensor decode_layers(const Tensor& x, const Tensors& weights, const Tensors& bia
 
 STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def(
-      "attention(Tensor[] inputs, Tensor? valid, Tensor? first_key, Tensor? stop_key, Tensor? seed, float dropout, "
-      "int num_clamped, int num_later) -> (Tensor, Tensor)");
+      "attention(Tensor[] inputs, Tensor? sinks, Tensor? valid, Tensor? first_key, Tensor? stop_key, Tensor? seed, "
+      "float dropout, int num_clamped, int num_later) -> (Tensor, Tensor)");
   m.def(
       "attention_backward(Tensor dout, Tensor lse, Tensor[] inputs, Tensor? valid, Tensor? first_key, "
       "Tensor? stop_key, Tensor? seed, float dropout, int num_clamped, int num_later) -> Tensor[]");
@@ -415,11 +426,12 @@ STABLE_TORCH_LIBRARY(transformer_xl_native, m) {
   m.def("ngram_rows(Tensor ids, int num_new, Tensor[] tables, float scale) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("rms_norm_backward(Tensor dout, Tensor x, Tensor weight, Tensor factor) -> (Tensor, Tensor)");
-  m.def("attention_decode(Tensor[] inputs, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
+  m.def(
+      "attention_decode(Tensor[] inputs, Tensor? sinks, Tensor? valid, Tensor? first_key, int num_clamped) -> Tensor");
   m.def(
       "decode_layers(Tensor x, Tensor[] weights, Tensor[] biases, float[] eps, bool norm_first, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, int[] ends, int num_keys, Tensor[] positions, int num_distances, Tensor? valid, "
-      "int num_clamped, Tensor[] added, Tensor[] gates, bool key_offset) -> Tensor");
+      "int num_clamped, Tensor[] added, Tensor[] gates, Tensor[] sinks, bool key_offset) -> Tensor");
   m.def("prepare(bool avx512, bool onednn) -> str");
 }
 STABLE_TORCH_LIBRARY_IMPL(transformer_xl_native, CompositeImplicitAutograd, m) {
