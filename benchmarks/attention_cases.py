@@ -107,7 +107,7 @@ def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, mask: 
     out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
     grad_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(9)).to(out_BTNH)
     grads = torch.autograd.grad(out_BTNH, inputs.tensors(), grad_BTNH, materialize_grads=True)
-    names = [field.name.rpartition("_")[0] for field in fields(inputs)]
+    names = [field.name.rpartition("_")[0] for field in fields(inputs) if field.name != "sink_N"]
     return {"out": out_BTNH.detach(), **dict(zip(names, grads, strict=True))}
 
 
