@@ -70,6 +70,8 @@ def attention_of(model, tokens, segment, context_limits):
                     attention.terms[i, j] = tuple(float(term) / math.sqrt(d_head) for term in four_terms)
                     scores.append(sum(attention.terms[i, j]))
                 total = sum(math.exp(score) for score in scores)
+                if config.has_attention_sinks:  # 16 times the parameter is the score of no key
+                    total += math.exp(16 * weight("attention.sinks")[head])
                 for j, score in zip(keys, scores, strict=True):
                     attention.probability[i, j] = math.exp(score) / total
                     attended[i, head] += attention.probability[i, j] * v[j, head]

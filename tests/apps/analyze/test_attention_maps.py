@@ -71,6 +71,26 @@ def test_means_equal_plain_loops(make_model, text, segment, context_limits, leng
         assert means.entropy_LN[layer, head] == pytest.approx(entropy, abs=1e-10)
 
 
+def test_queries_count_by_what_sinks_leave(text):
+    """Mean distance and entropy are of the probabilities divided by their sum, which is below 1 with sinks."""
+    model, context_limits = small_model(n_layers=2, tie_attention_biases=False, attention_sinks=True), ContextLimits(11)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.attention.sinks.copy_(torch.tensor([0.3, 0.2]))  # scores of 4.8 and 3.2
+    plan = EvaluationPlan(5, context_limits)
+    means = AttentionMeans(model, plan, 47)
+    trace_attention(model, text[:47].numpy(), plan, [means.add])
+    included = [i for i in range(47) if i - i % 5 >= 11]
+    for (layer, head), seen in attention_of(model, text[:47], 5, context_limits).items():
+        p = {(i, j): value for (i, j), value in seen.probability.items() if i in included}
+        kept = {i: sum(value for (query, _), value in p.items() if query == i) for i in included}
+        assert min(kept.values()) < 0.9
+        distance = sum(value * (i - j) for (i, j), value in p.items()) / sum(kept.values())
+        entropy = -sum(value / kept[i] * math.log(value / kept[i]) for (i, _), value in p.items()) / len(included)
+        assert means.distance_LN[layer, head] == pytest.approx(distance, abs=1e-10)
+        assert means.entropy_LN[layer, head] == pytest.approx(entropy, abs=1e-10)
+
+
 def trace_maps(model, text, plan, num_tokens):
     maps = TermMaps(model, plan, num_tokens)
     trace_attention(model, text.numpy(), plan, [maps.add])

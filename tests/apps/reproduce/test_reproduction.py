@@ -239,6 +239,21 @@ def test_damaged_file_is_named(folder: Path, name: str, content: str | None, mes
     ablate(folder)
 
 
+def test_folder_of_a_version_with_fewer_settings_is_continued(folder: Path) -> None:
+    out = folder / "out"
+    files = [out / "settings.yaml", *(out / "recipes").glob("*.yaml"), *(out / "runs").glob("*/config.yaml")]
+    before = {file: file.read_text() for file in files}
+    for file, text in before.items():
+        file.write_text("".join(line for line in text.splitlines(True) if "attention_sinks" not in line))
+    assert "attention_sinks" in before[files[0]]
+    assert "attention_sinks" not in files[0].read_text()
+    ablate(folder)
+    with pytest.raises(UserError, match=r"other settings: model\.attention_sinks is True, not False;"):
+        opened(folder, model={**MODEL, "attention_sinks": True})
+    for file, text in before.items():
+        file.write_text(text)
+
+
 def test_run_without_its_last_validation_is_finished_before_it_is_scored(folder: Path) -> None:
     """The log has the last step, but the best weights may be older."""
     run, scores = folder / "out" / "runs" / "xl-full-seed1", folder / "out" / "scores" / "xl-full-seed1.json"

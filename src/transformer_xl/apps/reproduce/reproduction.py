@@ -279,7 +279,10 @@ class Reproduction:
             if any((self.path / "runs").glob("*")):
                 raise UserError(f"{file} is missing, so the settings of the runs there are unknown; choose another out")
             return
-        if difference := first_difference(self._shared_settings, read_yaml(file.read_bytes(), str(file))):
+        recorded = read_yaml(file.read_bytes(), str(file))
+        if set(self.base) <= set(recorded):  # settings that an earlier version did not have are at their defaults
+            recorded |= _complete({group: recorded[group] for group in self.base}, str(file))
+        if difference := first_difference(self._shared_settings | _complete(self.base, "settings"), recorded):
             advice = "give the same again, or choose another out"
             raise UserError(f"{self.path} was started with other settings: {difference}; {advice}")
 
@@ -333,6 +336,12 @@ def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
     if not config.train.memory_length:
         raise UserError("train.memory_length 0: systems with and without memory are compared; give 1 or more")
     return base
+
+
+def _complete(groups: Groups, source: str) -> Groups:
+    """Return groups of settings with those that they lack, which are at their defaults."""
+    config = run_settings(groups, source).model_dump(mode="json")
+    return {group: config[group] for group in groups}
 
 
 def _check_run(run: Path, config: RunConfig, seed: int) -> None:
