@@ -247,6 +247,8 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     assert "give --memory-length 63, " in result.err
     assert result.object["attention_window"] == 64
     assert txl(*command, "--attention-window", "12").warnings == ""  # memory length 11 is enough
+    own_window = txl("evaluate", folder / "windows", *command[2:], "--method=memory", "--memory-length=2")
+    assert (own_window.warnings, own_window.object["attention_window"]) == ("", 5)  # the run's own window
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
     result = txl(*command, "--dtype", "bfloat16")
     assert result.warnings.startswith("note: this device has no bfloat16 instructions")

@@ -88,6 +88,8 @@ class EvaluationPlan:
     """Divisor of the logits."""
     memory_length_reason: str = field(default="given", compare=False)
     """Why the memory has this length."""
+    window_is_given: bool = field(default=False, compare=False)
+    """Whether the attention window was given, rather than a setting of the run."""
     train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
     """Token ids of the training text, which method dynamic needs with the optimizer rms."""
 
@@ -169,6 +171,7 @@ class EvaluationPlan:
             extended_context_length=extended,
             softmax_temperature=merged.softmax_temperature,
             memory_length_reason=reason,
+            window_is_given=overrides.attention_window is not None,
             batch_size=merged.batch_size,
             warmup_tokens=merged.warmup_tokens,
             reset_memory=merged.reset_memory,
@@ -258,7 +261,7 @@ class EvaluationPlan:
         if self.dtype == "bfloat16" and not has_bfloat16(device):
             warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
         memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
-        if self.method == "memory" and window is not None and memory_length < window - 1:
+        if self.window_is_given and self.method == "memory" and window is not None and memory_length < window - 1:
             advice = f"give memory_length {window - 1}, or for a model without memory method sliding-window, to fill it"
             warnings.append(
                 f"memory_length {memory_length:,} is too short for attention_window {window:,}: depending on its "

@@ -77,6 +77,7 @@ def test_queries_count_by_what_sinks_leave(text):
     with torch.no_grad():
         for layer in model.layers:
             layer.attention.sinks.copy_(torch.tensor([0.3, 0.2]))  # scores of 4.8 and 3.2
+    check_terms(model, text, 5, context_limits, 31)
     plan = EvaluationPlan(5, context_limits)
     means = AttentionMeans(model, plan, 47)
     trace_attention(model, text[:47].numpy(), plan, [means.add])

@@ -310,10 +310,12 @@ def _write(
         "results": ["results.json", "mean-attention.npy"],
     }
     window = "" if values["attention_window"] is None else f", with attention window {values['attention_window']:,}"
+    has_sinks = folder.config.model.has_attention_sinks
+    rest = " What a query leaves of its probability is its head's attention sink." if has_sinks else ""
     about = (
         f"The first {pluralize(maps.num_tokens)} of a text, processed in segments of {values['segment_length']:,} "
         f"with memory length {values['memory_length']:,}, empty at the start{window}. Layers and heads are numbered "
-        "from 0."
+        f"from 0.{rest}"
     )
     title = f"What the heads of {Path(values['run']).resolve().name} attend to"
     # tokenizers that are not lossless drop the whitespace between tokens, so the page inserts spaces
