@@ -146,16 +146,17 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     num_distances, scale = inputs.position_key_PNH.shape[0], inputs.q_BTNH.shape[-1] ** -0.5
     position_TS = mask.position_indices(num_queries, num_keys, num_distances, inputs.q_BTNH.device)
     attended_B1TS = mask.attended(num_queries, num_keys, num_distances, inputs.q_BTNH.device)[:, None]
-    position_key_TSNH = inputs.position_key_PNH[position_TS.clamp(0, num_distances - 1)]
+    index_TS = position_TS.clamp(0, num_distances - 1)
 
     content_BNTS = torch.einsum("btnh,bsnh->bnts", inputs.q_BTNH, inputs.k_BSNH)
-    position_BNTS = torch.einsum("btnh,tsnh->bnts", inputs.q_BTNH, position_key_TSNH)
+    position_BNTP = torch.einsum("btnh,pnh->bntp", inputs.q_BTNH, inputs.position_key_PNH)
+    position_BNTS = position_BNTP.gather(-1, index_TS.expand(*position_BNTP.shape[:2], -1, -1))
     content_bias_BNS = torch.einsum("nh,bsnh->bns", inputs.content_bias_NH, inputs.k_BSNH)
-    position_bias_NTS = torch.einsum("nh,tsnh->nts", inputs.position_bias_NH, position_key_TSNH)
+    position_bias_NP = torch.einsum("nh,pnh->np", inputs.position_bias_NH, inputs.position_key_PNH)
 
     content, position, content_bias, position_bias = (
         (term * scale).expand_as(content_BNTS).masked_fill(~attended_B1TS, 0)
-        for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
+        for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NP[:, index_TS][None])
     )
     score_BNTS = content + position + content_bias + position_bias
     score_BNTS = score_BNTS if mask.added_BNTS is None else score_BNTS + mask.added_BNTS
