@@ -155,7 +155,7 @@ class RelativeLanguageModel(RelativeModel, LanguageModel):
         for layer, cache, biases in zip(self.layers, memory.layers, self.layer_biases(), strict=True):
             assert isinstance(layer, Layer)
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
-            terms = reference.attention_terms(inputs, context.mask)
+            terms = reference.attention_terms(inputs, context.mask, by_distance=True)
             attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
             output_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
             yield LayerTrace(x_BTD, output_BTD, terms, cache)

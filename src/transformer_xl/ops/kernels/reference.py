@@ -139,8 +139,12 @@ def keys_before(first_key_BX: Tensor, num_keys: int) -> Tensor:
     return torch.arange(num_keys, device=first_key_BX.device) < first_key_BX[..., None]
 
 
-def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTerms:
-    """Compute every term separately; each has B x N x T x S elements."""
+def attention_terms(inputs: AttentionInputs, mask: AttentionMask, *, by_distance: bool = False) -> AttentionTerms:
+    """Compute every term separately; each has B x N x T x S elements.
+
+    Position keys are repeated for each pair of query and key, in T x S x N x H elements. With `by_distance` each is
+    multiplied once, which is faster, and equal up to rounding.
+    """
     inputs = expand_distances(inputs, mask)
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     num_distances, scale = inputs.position_key_PNH.shape[0], inputs.q_BTNH.shape[-1] ** -0.5
@@ -149,14 +153,19 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     index_TS = position_TS.clamp(0, num_distances - 1)
 
     content_BNTS = torch.einsum("btnh,bsnh->bnts", inputs.q_BTNH, inputs.k_BSNH)
-    position_BNTP = torch.einsum("btnh,pnh->bntp", inputs.q_BTNH, inputs.position_key_PNH)
-    position_BNTS = position_BNTP.gather(-1, index_TS.expand(*position_BNTP.shape[:2], -1, -1))
     content_bias_BNS = torch.einsum("nh,bsnh->bns", inputs.content_bias_NH, inputs.k_BSNH)
-    position_bias_NP = torch.einsum("nh,pnh->np", inputs.position_bias_NH, inputs.position_key_PNH)
+    if by_distance:
+        position_BNTP = torch.einsum("btnh,pnh->bntp", inputs.q_BTNH, inputs.position_key_PNH)
+        position_BNTS = position_BNTP.gather(-1, index_TS.expand(*position_BNTP.shape[:2], -1, -1))
+        position_bias_NTS = torch.einsum("nh,pnh->np", inputs.position_bias_NH, inputs.position_key_PNH)[:, index_TS]
+    else:  # the kernel's own: resumed runs keep its rounding
+        position_key_TSNH = inputs.position_key_PNH[index_TS]
+        position_BNTS = torch.einsum("btnh,tsnh->bnts", inputs.q_BTNH, position_key_TSNH)
+        position_bias_NTS = torch.einsum("nh,tsnh->nts", inputs.position_bias_NH, position_key_TSNH)
 
     content, position, content_bias, position_bias = (
         (term * scale).expand_as(content_BNTS).masked_fill(~attended_B1TS, 0)
-        for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NP[:, index_TS][None])
+        for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
     )
     score_BNTS = content + position + content_bias + position_bias
     score_BNTS = score_BNTS if mask.added_BNTS is None else score_BNTS + mask.added_BNTS
